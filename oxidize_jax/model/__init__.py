@@ -1,1 +1,1 @@
-
+"""Decoder models: configuration, parameters, paged KV cache, attention, forward pass."""

@@ -54,7 +54,11 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters in the checkpoint; a tied head is counted once."""
-        e, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        e, q, kv = (
+            self.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
         attention = e * q + 2 * e * kv + q * e
         attention += (q + 2 * kv + e) if self.attention_bias else 0
         mlp = 3 * e * self.intermediate_size

@@ -1,1 +1,1 @@
-
+"""Sampling: user-facing parameters and the jitted sampler."""
