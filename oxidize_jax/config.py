@@ -1,0 +1,86 @@
+"""EngineConfig: every size that fixes a shape, and the policy. Frozen and hashable."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from oxidize_jax.types import BLOCK_SIZE
+
+POLICIES = ("prefill_first", "decode_first")
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Static configuration of the engine; each value is part of the compiled program.
+
+    Names follow vLLM's ``SchedulerConfig`` and ``CacheConfig``.
+    """
+
+    max_num_seqs: int = 16
+    """S: sequences that may hold KV blocks and run at the same time."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, never exceeded."""
+    max_model_len: int = 2048
+    """N: longest prompt plus output, in tokens."""
+    num_blocks: int = 2048
+    """B: physical blocks in the pool."""
+    block_size: int = BLOCK_SIZE
+    """K: tokens in a block."""
+    max_num_requests: int = 64
+    """R: request slots on the device (waiting + running + not yet read)."""
+    policy: str = "prefill_first"
+    """``prefill_first``: prompts take the budget before decodes, so that a new request
+    joins at once. ``decode_first``: running sequences never wait for a prompt."""
+    enable_prefix_caching: bool = True
+    """Share full blocks between requests whose prompts begin alike."""
+    prefill_tile: int = 16
+    """Q: tokens of one sequence that attend together in a prefill chunk."""
+    max_logprobs: int = 5
+    """Most alternatives per token that a request may ask for; 0 turns them off."""
+    max_stop_token_ids: int = 16
+    """Z: most stop ids (end-of-sequence ids included) of one request."""
+
+    def __post_init__(self) -> None:
+        for name, low in _LOWEST.items():
+            _check_int(name, getattr(self, name), low)
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}.")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching={self.enable_prefix_caching!r}: must be true or false."
+            )
+        if self.num_blocks * self.block_size > _INT32_MAX:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} x block_size={self.block_size} exceeds "
+                f"{_INT32_MAX} slots, the range of a 32-bit slot index: lower num_blocks."
+            )
+        if self.max_num_requests < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_requests={self.max_num_requests} is below max_num_seqs="
+                f"{self.max_num_seqs}: every running sequence needs a request slot."
+            )
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """M: width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+_LOWEST = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 2,
+    "num_blocks": 1,
+    "block_size": 1,
+    "max_num_requests": 1,
+    "prefill_tile": 1,
+    "max_logprobs": 0,
+    "max_stop_token_ids": 1,
+}
+
+
+def _check_int(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT32_MAX:
+        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {_INT32_MAX}.")
