@@ -67,6 +67,12 @@ class EngineConfig:
         """M: width of a block table."""
         return -(-self.max_model_len // self.block_size)
 
+    @property
+    def max_prefill_tiles(self) -> int:
+        """Most prefill tiles in a step: twice what the budget fills, for short prompts."""
+        tokens = max(self.max_num_batched_tokens, 2 * self.prefill_tile)
+        return 2 * -(-tokens // self.prefill_tile)
+
 
 _LOWEST = {
     "max_num_seqs": 1,

@@ -1,1 +1,1 @@
-
+"""BlockPool: fixed-size KV blocks, reference counts, sharing, copy-on-write, prefix cache."""

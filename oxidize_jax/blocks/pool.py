@@ -88,8 +88,8 @@ class PhysicalTokenBlock:
 def create(num_blocks: int, block_size: int) -> BlockPool:
     """A pool of ``num_blocks`` free blocks; the lowest id is taken first."""
     index_size = 1 << (4 * num_blocks - 1).bit_length()
-    zero = jnp.zeros((), jnp.int32)
 
+    # Every field gets a buffer of its own: the state is donated, and no buffer may be twice.
     def full(shape: tuple[int, ...], value: int) -> jax.Array:
         return jnp.full(shape, value, jnp.int32)
 
@@ -103,13 +103,13 @@ def create(num_blocks: int, block_size: int) -> BlockPool:
         index=full((index_size,), num_blocks),
         index_slot=full((num_blocks,), index_size),
         free_stack=jnp.arange(num_blocks, dtype=jnp.int32)[::-1],
-        num_free=zero + num_blocks,
+        num_free=full((), num_blocks),
         ring=full((2 * num_blocks,), num_blocks),
-        ring_head=zero,
-        ring_tail=zero,
+        ring_head=full((), 0),
+        ring_tail=full((), 0),
         lru_pos=full((num_blocks,), NOT_IN_RING),
-        num_cached=zero,
-        next_serial=zero + 1,
+        num_cached=full((), 0),
+        next_serial=full((), NO_SERIAL + 1),
     )
 
 

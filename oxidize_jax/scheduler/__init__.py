@@ -1,1 +1,1 @@
-
+"""Continuous batching as pure transitions over fixed-shape arrays."""

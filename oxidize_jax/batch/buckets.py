@@ -1,0 +1,66 @@
+"""Step shapes: one function gives them, for run time and for warm-up alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.scheduler.budget import tiles_for
+
+_GROWTH = 4
+"""Ratio of neighbouring buckets: few programs to compile, at most 4x padding."""
+_SMALLEST = 2
+"""One row is slow on XLA:CPU in bf16 and int8 (a matrix-vector product), two are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Static shape of one step."""
+
+    tokens: int
+    """T"""
+    decode_rows: int
+    """Dn: rows that run one token"""
+    tiles: int
+    """P: prefill tiles; 0 in a decode-only step"""
+    samples: int
+    """C: sequences that can sample"""
+
+
+@cache
+def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
+    """Every shape a step can have: decode-only ones first, each kind smallest first."""
+    seqs, budget, q = config.max_num_seqs, config.max_num_batched_tokens, config.prefill_tile
+    decode = [Bucket(n, n, 0, n) for n in _ladder(_SMALLEST, min(seqs, budget))]
+    if budget == 1:
+        return tuple(decode)
+    mixed = []
+    for tokens in _ladder(2 * q, budget):
+        rows = min(seqs, tokens)
+        mixed.append(Bucket(tokens, rows, 2 * -(-tokens // q), rows))
+    return tuple(decode + mixed)
+
+
+def select_bucket(config: EngineConfig, num_scheduled: jax.Array) -> jax.Array:
+    """i32[]: index into :func:`buckets` of the smallest that holds ``num_scheduled i32[S]``.
+
+    It is the number of buckets where nothing is scheduled.
+    """
+    shapes = buckets(config)
+    tokens = jnp.sum(num_scheduled, dtype=jnp.int32)
+    tiles = jnp.sum(tiles_for(num_scheduled, config.prefill_tile), dtype=jnp.int32)
+    room = jnp.array([b.tokens for b in shapes], jnp.int32)
+    room_tiles = jnp.array([b.tiles for b in shapes], jnp.int32)
+    fits = (tokens <= room) & (tiles <= room_tiles)
+    return jnp.where(tokens > 0, jnp.argmax(fits).astype(jnp.int32), len(shapes))
+
+
+def _ladder(start: int, top: int) -> list[int]:
+    sizes = [start]
+    while sizes[-1] < top:
+        sizes.append(min(sizes[-1] * _GROWTH, top))
+    return sizes

@@ -1,0 +1,77 @@
+"""Who gets how many tokens of a step, by policy. Pure arithmetic over rows in order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.scheduler.state import SchedulerState
+from oxidize_jax.types import state
+
+
+@state
+class Grants:
+    """Tokens granted to running rows, before admissions; i32[S] each, by row."""
+
+    decode: jax.Array
+    """Rows with one token left to compute."""
+    prefill: jax.Array
+    """Rows with more than one: prompts, and recomputation after a preemption."""
+
+
+def tiles_for(tokens: jax.Array, tile: int) -> jax.Array:
+    """i32[...]: prefill tiles of a chunk; one token runs as a decode and needs none."""
+    return jnp.where(tokens > 1, -(-tokens // tile), 0)
+
+
+def grant_running(config: EngineConfig, state: SchedulerState, order: jax.Array) -> Grants:
+    """Share the budget among running rows, first come first served within each kind."""
+    left = remaining_tokens(state)
+    decode = jnp.where(left == 1, 1, 0)
+    prefill = jnp.where(left > 1, left, 0)
+    budget = jnp.full((), config.max_num_batched_tokens, jnp.int32)
+    if config.policy == "decode_first":
+        decode = take(decode, order, budget)
+        prefill = take_chunks(config, prefill, order, budget - jnp.sum(decode, dtype=jnp.int32))
+    else:
+        prefill = take_chunks(config, prefill, order, budget)
+        decode = take(decode, order, budget - jnp.sum(prefill, dtype=jnp.int32))
+    return Grants(decode=decode, prefill=prefill)
+
+
+def left_for_admission(config: EngineConfig, grants: Grants) -> tuple[jax.Array, jax.Array]:
+    """``(tokens i32[], tiles i32[])`` that new rows may take."""
+    used = jnp.sum(grants.prefill, dtype=jnp.int32)
+    if config.policy == "decode_first":
+        used = used + jnp.sum(grants.decode, dtype=jnp.int32)
+    tiles = jnp.sum(tiles_for(grants.prefill, config.prefill_tile), dtype=jnp.int32)
+    return config.max_num_batched_tokens - used, config.max_prefill_tiles - tiles
+
+
+def remaining_tokens(state: SchedulerState) -> jax.Array:
+    """i32[S]: tokens of each row that are not computed yet; 0 for an idle row."""
+    requests, request = state.requests, state.rows.request
+    left = requests.num_tokens - requests.num_computed
+    return left.at[request].get(mode="fill", fill_value=0)
+
+
+def take(want: jax.Array, order: jax.Array, budget: jax.Array) -> jax.Array:
+    """i32[S]: what each row gets of ``budget i32[]``, rows served in ``order``."""
+    wanted = want[order]
+    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    granted = jnp.clip(budget - before, 0, wanted)
+    return jnp.zeros_like(want).at[order].set(granted)
+
+
+def take_chunks(
+    config: EngineConfig, want: jax.Array, order: jax.Array, budget: jax.Array
+) -> jax.Array:
+    """Like :func:`take`, bounded by the prefill tiles of the largest bucket too."""
+    wanted = want[order]
+    tiles = tiles_for(wanted, config.prefill_tile)
+    tiles_before = jnp.cumsum(tiles, dtype=jnp.int32) - tiles
+    room = (config.max_prefill_tiles - tiles_before) * config.prefill_tile
+    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    granted = jnp.clip(jnp.minimum(budget - before, room), 0, wanted)
+    return jnp.zeros_like(want).at[order].set(granted)

@@ -1,0 +1,124 @@
+"""Events from outside: submit a request, abort one. The checks that need no device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.scheduler.rows import finish
+from oxidize_jax.scheduler.state import (
+    ABORTED,
+    NOT_FINISHED,
+    UNUSED,
+    WAITING,
+    SchedulerState,
+)
+from oxidize_jax.types import replace, state
+
+
+@state
+class NewRequest:
+    """One request, ready for a slot. Scalars are ``[]`` arrays, so values never recompile."""
+
+    tokens: jax.Array
+    """i32[N]: the prompt, then anything."""
+    prompt_len: jax.Array
+    """i32[], 1 .. N - 1"""
+    max_new_tokens: jax.Array
+    """i32[] >= 1"""
+    min_new_tokens: jax.Array
+    """i32[] >= 0"""
+    arrival: jax.Array
+    """i32[]"""
+    priority: jax.Array
+    """i32[]; the smaller goes first"""
+    stop_ids: jax.Array
+    """i32[Z], padded with ``NO_TOKEN``"""
+    temperature: jax.Array
+    """f32[]"""
+    top_k: jax.Array
+    """i32[]"""
+    top_p: jax.Array
+    """f32[]"""
+    key: jax.Array
+    """u32[2]"""
+    salt: jax.Array
+    """i32[] >= 0"""
+    want_logprobs: jax.Array
+    """bool[]"""
+
+
+def check_prompt(config: EngineConfig, num_prompt_tokens: int) -> None:
+    """Refuse what can never run. Raises ValueError with the numbers and the remedy."""
+    if num_prompt_tokens < 1:
+        raise ValueError("prompt has 0 tokens: give at least one token (text, or token ids).")
+    if num_prompt_tokens >= config.max_model_len:
+        raise ValueError(
+            f"prompt has {num_prompt_tokens} tokens, but max_model_len={config.max_model_len} "
+            f"must hold prompt and at least one new token: shorten the prompt to "
+            f"{config.max_model_len - 1} tokens or raise max_model_len."
+        )
+    blocks = -(-num_prompt_tokens // config.block_size)
+    if blocks > config.num_blocks:
+        raise ValueError(
+            f"prompt has {num_prompt_tokens} tokens and needs {blocks} blocks of "
+            f"{config.block_size}, but the pool has num_blocks={config.num_blocks}: shorten "
+            f"the prompt to {config.num_blocks * config.block_size} tokens or raise num_blocks."
+        )
+
+
+def check_token_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, before 32-bit arithmetic could wrap them."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"{name}[{bad[0]}]={ids[bad[0]]}: token ids must be in 0 to {vocab_size - 1}, "
+            f"the model's vocabulary."
+        )
+
+
+def submit(
+    config: EngineConfig, state: SchedulerState, slot: jax.Array, new: NewRequest
+) -> SchedulerState:
+    """Put ``new`` into request ``slot i32[]``, which must be UNUSED or FINISHED and rowless."""
+    requests = state.requests
+    limit = jnp.minimum(
+        new.prompt_len + jnp.minimum(new.max_new_tokens, config.max_model_len),
+        config.max_model_len,
+    )
+    values = {
+        "status": jnp.full((), WAITING, jnp.int32),
+        "finish_reason": jnp.full((), NOT_FINISHED, jnp.int32),
+        "arrival": new.arrival,
+        "priority": new.priority,
+        "row": jnp.full((), config.max_num_seqs, jnp.int32),
+        "prompt_len": new.prompt_len,
+        "num_tokens": new.prompt_len,
+        "num_computed": jnp.zeros((), jnp.int32),
+        "max_tokens": limit,
+        "min_tokens": new.prompt_len + jnp.minimum(new.min_new_tokens, config.max_model_len),
+        "tokens": new.tokens,
+        "logprobs": jnp.zeros((config.max_model_len,), jnp.float32),
+        "want_logprobs": new.want_logprobs,
+        "stop_ids": new.stop_ids,
+        "temperature": new.temperature,
+        "top_k": new.top_k,
+        "top_p": new.top_p,
+        "key": new.key,
+        "salt": new.salt,
+        "num_cached": jnp.zeros((), jnp.int32),
+        "num_preemptions": jnp.zeros((), jnp.int32),
+    }
+    changed = {name: getattr(requests, name).at[slot].set(v) for name, v in values.items()}
+    return replace(state, requests=replace(requests, **changed))
+
+
+def abort(state: SchedulerState, slot: jax.Array) -> SchedulerState:
+    """Finish the request in ``slot i32[]`` now; its blocks go back in the next schedule.
+
+    Nothing happens to a request that has finished, or to a slot without one.
+    """
+    used = state.requests.status[slot] != UNUSED
+    return finish(state, jnp.where(used, slot, state.requests.status.shape[0]), ABORTED)
