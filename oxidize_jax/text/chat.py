@@ -1,0 +1,181 @@
+"""Chat messages to the text a model was trained on, through its Jinja template."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+try:
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise ImportError("Chat templates need the jinja2 package: pip install jinja2") from error
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    bos_token: str | None,
+    eos_token: str | None,
+    add_generation_prompt: bool = True,
+    **extra: Any,
+) -> str:
+    """The text that ``template`` makes of a conversation.
+
+    A template comes with a checkpoint, so it is run as untrusted code: sandboxed, and
+    over plain data (strings, numbers, lists, dicts) that it cannot change. It finds what
+    Hugging Face templates expect: ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
+    ``continue``, ``{% generation %}``, ``raise_exception``, ``strftime_now``, a
+    ``tojson`` that escapes nothing, and ``tools`` and ``documents`` that are none unless
+    ``extra`` has them.
+
+    Args:
+        template: Jinja source.
+        messages: dicts with ``role`` and ``content``. Content is text or a list of
+            ``{"type": "text", "text": ...}`` parts, which are joined. Other keys go to
+            the template as they are.
+        bos_token: text of the BOS; None leaves the name undefined, so it prints nothing.
+        eos_token: the same for the EOS.
+        add_generation_prompt: end with the start of the assistant's turn.
+        extra: more names for the template.
+
+    Raises:
+        ValueError: bad messages, or the template is not valid, does something unsafe,
+            fails, or refuses these messages.
+    """
+    tokens = {"bos_token": bos_token, "eos_token": eos_token}
+    names = {
+        "tools": None,
+        "documents": None,
+        **{name: token for name, token in tokens.items() if token is not None},
+        **_plain(extra, "template argument"),
+        "messages": _checked_messages(messages),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        return _compiled(template).render(names)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"chat template line {error.lineno}: {error.message}") from None
+    except SecurityError as error:
+        raise ValueError(f"chat template refused, it is not safe to run: {error}") from None
+    except _Refused as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from None
+    except Exception as error:  # a template can fail in any way that Python can
+        raise ValueError(f"chat template failed: {type(error).__name__}: {error}") from None
+
+
+class _Refused(Exception):
+    """``raise_exception(message)`` in a template."""
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(
+            f"messages={type(messages).__name__}: must be a list of {{'role', 'content'}} objects."
+        )
+    if not messages:
+        raise ValueError("messages is empty: send at least one {'role', 'content'} object.")
+    return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_message(index: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise ValueError(
+            f"{where}={type(message).__name__}: must be an object with 'role' and 'content'."
+        )
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f"{where} has no {key!r}: every message needs 'role' and 'content'.")
+    role = message["role"]
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where}.role={role!r}: must be a name such as 'user'.")
+    content = _text_content(message["content"], f"{where}.content")
+    return {**_plain(message, where), "content": content}
+
+
+def _text_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}={type(content).__name__}: must be text or a list of text parts.")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"{where}[{index}] is of type {kind!r}: only {{'type': 'text', 'text': ...}} "
+                "parts are supported."
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of JSON's types only: a template gets no object with methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{where}: keys must be strings.")
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ValueError(
+        f"{where}={type(value).__name__}: only text, numbers, booleans, null, lists and objects "
+        "can be given to a chat template."
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}`` marks training targets; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 looks for
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes &, <, > and ' for HTML, which a model never saw.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)

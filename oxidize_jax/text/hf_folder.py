@@ -1,0 +1,152 @@
+"""The tokenizer of a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from oxidize_jax.text.tokenizer import Tokenizer, make_tokenizer
+
+try:
+    import tokenizers
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise ImportError(
+        "Reading a tokenizer needs the tokenizers package: pip install tokenizers"
+    ) from error
+
+
+def load_hf_folder(path: Path) -> Tokenizer:
+    """Implements :meth:`Tokenizer.from_hf_folder`.
+
+    The post-processor of tokenizer.json alone decides which special tokens ``encode``
+    adds; ``add_bos_token`` in tokenizer_config.json is not looked at, which is what
+    transformers 5 does where there is a tokenizer.json. Truncation and padding that a
+    tokenizer.json may declare are switched off: a prompt is never cut silently.
+    """
+    backend = _read_backend(path)
+    settings = _read_json(path / "tokenizer_config.json")
+    special_map = _read_json(path / "special_tokens_map.json")
+    names = _special_tokens(special_map) | _special_tokens(settings)
+    extra = [*_extra_special(special_map), *_extra_special(settings)]
+    _add_declared_tokens(backend, settings, [*names.values(), *extra])
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    own = [vocabulary[names[name]] for name in ("eos_token", "eot_token") if name in names]
+    return make_tokenizer(
+        backend,
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        eos_token_ids=[
+            *own,
+            *_declared_eos(path / "config.json"),
+            *_declared_eos(path / "generation_config.json"),
+        ],
+        special_tokens=names,
+        chat_template=_chat_template(path, settings),
+    )
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{file}: not found. A folder needs tokenizer.json (a tokenizer.model or vocab.json "
+            "alone is not read): save the tokenizer with transformers once to make it."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"{file}: not a tokenizer this reads: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
+    """``{"bos_token": "<s>", ...}`` from a file that may spell a token as an object."""
+    named = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in content.items()
+        if name.endswith("_token") and (isinstance(value, str) or _is_token_object(value))
+    }
+    return {name: text for name, text in named.items() if text}
+
+
+def _extra_special(content: dict[str, Any]) -> list[str]:
+    """The special tokens of a file that have no name of their own."""
+    extra = content.get("additional_special_tokens") or content.get("extra_special_tokens") or []
+    values = extra.values() if isinstance(extra, dict) else extra
+    return [token["content"] if isinstance(token, dict) else token for token in values]
+
+
+def _is_token_object(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str)
+
+
+def _add_declared_tokens(
+    backend: tokenizers.Tokenizer, settings: dict[str, Any], special: list[str]
+) -> None:
+    """Adds the tokens that only the files beside tokenizer.json declare.
+
+    An id that ``added_tokens_decoder`` gives must come out the same.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = settings.get("added_tokens_decoder") or {}
+    for token_id, fields in sorted(declared.items(), key=lambda item: int(item[0])):
+        if fields["content"] in known:
+            continue
+        known.add(fields["content"])
+        backend.add_tokens([_added_token(fields)])
+        given = backend.token_to_id(fields["content"])
+        if given != int(token_id):
+            raise ValueError(
+                f"tokenizer_config.json: added_tokens_decoder[{token_id}] is "
+                f"{fields['content']!r}, which tokenizer.json makes id {given}: the two files "
+                "are of different tokenizers."
+            )
+    missing = [token for token in dict.fromkeys(special) if token not in known]
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in missing]
+    )
+
+
+def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(
+        fields["content"], **{flag: bool(fields[flag]) for flag in flags if flag in fields}
+    )
+
+
+def _declared_eos(file: Path) -> list[int]:
+    """``eos_token_id`` of a config file: a number, a list, null or absent."""
+    value = _read_json(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ValueError(
+                f"{file}: eos_token_id={value!r}: must be an id of 0 or more, or a list of them."
+            )
+    return ids
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja, or the ``chat_template`` of the config: its text or its default."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
