@@ -10,7 +10,8 @@ from oxidize_jax.blocks import hashing, prefix
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.budget import remaining_tokens, tiles_for
-from oxidize_jax.scheduler.state import RUNNING, WAITING, SchedulerState
+from oxidize_jax.scheduler.rows import finish
+from oxidize_jax.scheduler.state import POOL_EXHAUSTED, RUNNING, WAITING, SchedulerState
 from oxidize_jax.types import replace, state
 
 _INT32_MAX = 2**31 - 1
@@ -75,8 +76,12 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     request = _first_candidate(state)
     found = _lookup(config, state, request)
     total = state.requests.num_tokens[request]
-    lacking = -(-total // config.block_size) - found.num_blocks
-    fits = lacking <= _uncommitted(config, state, found.blocks)
+    needed = -(-total // config.block_size)
+    lacking = needed - found.num_blocks
+    # Preempted while it grew past the whole pool: it could wait for ever.
+    hopeless = needed > config.num_blocks
+    state = finish(state, jnp.where(hopeless, request, config.max_num_requests), POOL_EXHAUSTED)
+    fits = ~hopeless & (lacking <= _uncommitted(config, state, found.blocks))
     cached = found.num_blocks * config.block_size
     chunk = jnp.minimum(total - cached, carry.tokens)
     chunk = jnp.minimum(chunk, jnp.maximum(carry.tiles * config.prefill_tile, 1))
@@ -90,7 +95,7 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
         granted=carry.granted.at[row].set(chunk, mode="drop"),
         tokens=carry.tokens - chunk,
         tiles=carry.tiles - tiles_for(chunk, config.prefill_tile),
-        open=fits,
+        open=fits | hopeless,
     )
 
 

@@ -24,7 +24,10 @@ def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     state, preempted = make_room(config, state)
     state, grants = grow(config, state)
     tokens, tiles = left_for_admission(config, grants)
-    state, admitted = admit(config, state, tokens, tiles, ~preempted)
+    # No admission in a step that preempted, unless that left nobody: then the engine
+    # would stand still with requests waiting.
+    idle = jnp.all(state.rows.request >= config.max_num_requests)
+    state, admitted = admit(config, state, tokens, tiles, ~preempted | idle)
     return plan(config, state, grants, admitted)
 
 
