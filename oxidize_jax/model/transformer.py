@@ -1,8 +1,29 @@
-"""The decoder's parameters and layers: a pre-norm Llama-family transformer."""
+"""The decoder's parameters and layers: a pre-norm Llama-family transformer in Flax NNX.
+
+The modules say what the parameters are and what is computed with them; they hold no cache
+and are never jitted. :mod:`oxidize_jax.model.functional` builds them without memory, splits
+them once, and runs them as pure functions of a flat dict of arrays.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
 from oxidize_jax.model.config import ModelConfig
+
+LAYERS = "layers."
+"""Prefix of the parameters that are stacked over layers."""
+
+Mix = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""``mix(q, k, v, kv) -> (f32[T, H, D], kv)``: put k and v in the cache, attend from q."""
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -12,30 +33,148 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     and not a transpose. Parameters of the layers carry a leading axis ``L``: the
     forward pass scans over it. ``lm_head.weight`` exists only for an untied head.
     """
-    v, e, f, n = (
-        config.vocab_size,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_layers,
-    )
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (v, e), "final_norm.weight": (e,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (v, e)
-    matrices = {
-        "q": (q, e),
-        "k": (kv, e),
-        "v": (kv, e),
-        "o": (e, q),
-        "gate": (f, e),
-        "up": (f, e),
-        "down": (e, f),
-    }
-    attention = ("q", "k", "v", "o")
-    for name, (out, inner) in matrices.items():
-        shapes[f"layers.{name}.weight"] = (n, out, inner)
-        if config.attention_bias if name in attention else config.mlp_bias:
-            shapes[f"layers.{name}.bias"] = (n, out)
-    shapes["layers.input_norm.weight"] = (n, e)
-    shapes["layers.post_norm.weight"] = (n, e)
+    trunk, layer = split_modules(config)[1]
+    shapes = {name: tuple(leaf.shape) for name, leaf in flat(trunk).items()}
+    for name, leaf in flat(layer).items():
+        shapes[LAYERS + name] = (config.num_layers, *leaf.shape)
     return shapes
+
+
+@cache
+def split_modules(
+    config: ModelConfig,
+) -> tuple[tuple[nnx.GraphDef, nnx.GraphDef], tuple[nnx.State, nnx.State]]:
+    """Structure and abstract parameters of the trunk and of one layer, each split once."""
+    trunk = nnx.eval_shape(lambda: Trunk(config))
+    layer = nnx.eval_shape(lambda: Layer(config))
+    (trunk_graph, trunk_state), (layer_graph, layer_state) = nnx.split(trunk), nnx.split(layer)
+    return (trunk_graph, layer_graph), (trunk_state, layer_state)
+
+
+def flat(module_state: nnx.State) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
+    """``{"q.weight": leaf, ...}``: a module's parameters by their path."""
+    return {
+        ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(module_state)
+    }
+
+
+def merge(graph: nnx.GraphDef, leaves: dict[str, jax.Array]) -> Any:
+    """The module of ``graph`` with the parameters ``leaves``, named by path."""
+    nested: dict = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return nnx.merge(graph, nested)
+
+
+class Trunk(nnx.Module):
+    """What comes before and after the layers: embedding, final norm, head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed = Matrix(*shape)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Matrix(*shape)
+
+    def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """``i32[T] -> f32[T, E]``"""
+        rows = self.embed.weight[...].at[token_ids].get(mode="clip")
+        return rows.astype(jnp.float32)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """``f32[C, E] -> f32[C, V]``"""
+        head = self.embed if self.lm_head is None else self.lm_head
+        return head(self.final_norm(x))
+
+
+class Layer(nnx.Module):
+    """Attention and a gated MLP, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+        q, kv = config.num_heads * d, config.num_kv_heads * d
+        self.input_norm = RMSNorm(e, config.rms_norm_eps)
+        self.q = Matrix(q, e, bias=config.attention_bias)
+        self.k = Matrix(kv, e, bias=config.attention_bias)
+        self.v = Matrix(kv, e, bias=config.attention_bias)
+        self.o = Matrix(e, q, bias=config.attention_bias)
+        self.post_norm = RMSNorm(e, config.rms_norm_eps)
+        self.gate = Matrix(f, e, bias=config.mlp_bias)
+        self.up = Matrix(f, e, bias=config.mlp_bias)
+        self.down = Matrix(e, f, bias=config.mlp_bias)
+
+    def __call__(
+        self, x: jax.Array, kv: jax.Array, rotation: jax.Array, mix: Mix
+    ) -> tuple[jax.Array, jax.Array]:
+        """``x f32[T, E]`` and the cache, after this layer; ``rotation`` from :func:`angles`."""
+        config, tokens = self.config, x.shape[0]
+        h = self.input_norm(x)
+        q = self.q(h).reshape(tokens, config.num_heads, config.head_dim)
+        k = self.k(h).reshape(tokens, config.num_kv_heads, config.head_dim)
+        v = self.v(h).reshape(tokens, config.num_kv_heads, config.head_dim)
+        mixed, kv = mix(rotate(q, rotation), rotate(k, rotation), v, kv)
+        x = x + self.o(mixed.reshape(tokens, -1))
+        h = self.post_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h)), kv
+
+
+class Matrix(nnx.Module):
+    """``x @ weight.T + bias`` with the weight as ``[out, in]``, summed in float32.
+
+    Inputs are rounded to the weight's type: bfloat16 weights mean bfloat16 products with
+    float32 sums, the fast path of every platform. Float32 weights mean exact float32, also
+    where the default precision of a float32 product would be less (TPU, and GPU's tf32).
+    """
+
+    def __init__(self, out: int, inner: int, *, bias: bool = False) -> None:
+        self.weight = nnx.Param(jnp.zeros((out, inner), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((out,), jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``f32[T, in] -> f32[T, out]``"""
+        weight = self.weight[...]
+        precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+        y = lax.dot_general(
+            x.astype(weight.dtype),
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (Zhang and Sennrich, 2019), in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.zeros((size,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``f32[T, E] -> f32[T, E]``"""
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return x * lax.rsqrt(mean_square + jnp.float32(self.eps)) * self.weight[...]
+
+
+def angles(positions: jax.Array, config: ModelConfig) -> jax.Array:
+    """Cosines and sines of the rotary embedding, ``f32[2, T, D / 2]``, for ``i32[T]``.
+
+    Frequencies are worked out in float32, step by step as Hugging Face does, since at
+    position 8,000 one last bit of a frequency is a visible angle.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = np.float32(1) / np.power(np.float32(config.rope_theta), exponents)
+    theta = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
+    return jnp.stack([jnp.cos(theta), jnp.sin(theta)])
+
+
+def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al., 2021) of ``x f32[T, heads, D]``: number i turns with i + D/2."""
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = rotation[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

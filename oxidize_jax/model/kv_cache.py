@@ -1,0 +1,132 @@
+"""The paged KV cache: one array for all layers, written and copied in place.
+
+``kv`` is ``[L * B, 2, G, K, D]``: page ``layer * B + block`` holds, for keys (0) and
+values (1) and for each kv head, the K tokens of a block next to each other. One head of
+one block is then one contiguous run of ``K * D`` numbers, which is what attention reads.
+All layers share one array because a loop over layers scatters into its carry in place,
+while slicing a layer out of a stacked array copies it.
+
+On CPUs bfloat16 is *stored* as ``uint16``: XLA:CPU converts a whole bfloat16 operand to
+float32 before it scatters into it or slices it. :func:`pack` and :func:`unpack` are the
+two directions; the bits are the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from oxidize_jax.model.config import ModelConfig
+
+KV_DTYPES = ("float32", "bfloat16")
+"""Types that keys and values can have."""
+
+_INT32_MAX = 2**31 - 1
+
+
+def init_kv(
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    platform: str | None = None,
+) -> jax.Array:
+    """A zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens, ``[L*B, 2, G, K, D]``.
+
+    Raises ValueError for a dtype other than :data:`KV_DTYPES`, for sizes below 1, and for
+    a pool whose slot or page numbers do not fit an int32.
+    """
+    shape = kv_shape(config, num_blocks, block_size)
+    return jnp.zeros(shape, storage_dtype(dtype, platform))
+
+
+def kv_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Shape of the cache, once its indices are known to fit an int32.
+
+    Pages are reached by their own index and never by a flat element number, so the limits
+    are on pages and on slots, not on the number of elements.
+    """
+    for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1.")
+    limits = (
+        (
+            "num_blocks * block_size",
+            num_blocks * block_size,
+            "slots are numbered block * K + offset",
+        ),
+        (
+            "num_layers * num_blocks",
+            config.num_layers * num_blocks,
+            "pages are numbered layer * B + block",
+        ),
+    )
+    for name, value, why in limits:
+        if value > _INT32_MAX:
+            raise ValueError(
+                f"{name} = {value} is more than {_INT32_MAX}: {why} in an int32. Use fewer blocks."
+            )
+    return (config.num_layers * num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+
+
+def storage_dtype(dtype: DTypeLike, platform: str | None = None) -> jnp.dtype:
+    """Type under which ``dtype`` is stored on ``platform`` (default: where JAX runs)."""
+    name = jnp.dtype(dtype).name
+    if name not in KV_DTYPES:
+        raise ValueError(f"kv dtype={name}: must be one of {', '.join(KV_DTYPES)}.")
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    return jnp.dtype(jnp.uint16 if on_cpu and name == "bfloat16" else name)
+
+
+def pack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``x`` rounded to what a cache of ``dtype`` holds, in that type (uint16: bfloat16 bits)."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(dtype)
+
+
+def unpack(x: jax.Array) -> jax.Array:
+    """What is stored, as a floating-point array."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+def write(
+    kv: jax.Array,
+    layer: jax.Array,
+    slot_mapping: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    num_blocks: int,
+    block_size: int,
+) -> jax.Array:
+    """``kv`` with ``k``, ``v`` ``[T, G, D]`` in the slots ``i32[T]`` of ``layer`` (``i32[]``).
+
+    Padding slots, ``B * K`` or more, write nothing. They have to be moved past the end of
+    the whole array *after* the layer's offset is added: slot ``B * K`` of one layer is the
+    first slot of the next.
+    """
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    page = jnp.where(block < num_blocks, block + layer * num_blocks, kv.shape[0])
+    values = pack(jnp.stack([k, v], axis=1), kv.dtype)
+    return kv.at[page, :, :, offset].set(values, mode="drop")
+
+
+def copy_blocks(
+    kv: jax.Array, src: jax.Array, dst: jax.Array, num_copies: jax.Array, *, num_layers: int
+) -> jax.Array:
+    """``kv`` after ``num_copies`` block copies, in every layer, one after the other.
+
+    ``src``, ``dst`` are ``i32[S]`` block ids with the entries in use at the front. The loop
+    runs ``num_copies`` times, so a step without copy-on-write pays nothing.
+    """
+    pages = kv.reshape(num_layers, kv.shape[0] // num_layers, *kv.shape[1:])
+
+    def copy(i: jax.Array, pages: jax.Array) -> jax.Array:
+        block = lax.dynamic_slice_in_dim(pages, src[i], 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(pages, block, dst[i], axis=1)
+
+    return lax.fori_loop(jnp.int32(0), num_copies, copy, pages).reshape(kv.shape)
