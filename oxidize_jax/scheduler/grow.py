@@ -9,7 +9,7 @@ from jax import lax
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.budget import Grants, grant_running
-from oxidize_jax.scheduler.rows import finish_exhausted, preempt
+from oxidize_jax.scheduler.rows import preempt
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.types import BlockId, replace
 
@@ -31,8 +31,7 @@ def make_room(config: EngineConfig, state: SchedulerState) -> tuple[SchedulerSta
         running = state.rows.request < state.requests.status.shape[0]
         count = jnp.sum(running, dtype=jnp.int32)
         victim = row_order(state)[count - 1]
-        state = lax.cond(count > 1, preempt, finish_exhausted, state, victim)
-        return state, jnp.ones((), jnp.bool_)
+        return preempt(state, victim, alone=count == 1), jnp.ones((), jnp.bool_)
 
     return lax.while_loop(lacks_room, take_one, (state, jnp.zeros((), jnp.bool_)))
 

@@ -28,28 +28,26 @@ def retire(state: SchedulerState) -> SchedulerState:
     return lax.while_loop(lambda s: jnp.any(is_finished(s)), retire_one, state)
 
 
-def preempt(state: SchedulerState, row: jax.Array) -> SchedulerState:
-    """Preempt by recomputation: the request keeps its tokens, and loses row and blocks.
+def preempt(state: SchedulerState, row: jax.Array, alone: jax.Array) -> SchedulerState:
+    """Take ``row i32[]`` from a request so that others, or it later, can go on.
 
-    Its status stays RUNNING. Blocks that were registered stay in the prefix cache while
-    nobody needs them, so that a soon resumption recomputes little.
+    Preemption is by recomputation: the request keeps its tokens and its status RUNNING,
+    and loses row and blocks. Blocks that were registered stay in the prefix cache while
+    nobody needs them, so that a soon resumption recomputes little. If it had the pool
+    ``alone bool[]`` and still needs more, it is finished with what it has.
     """
     request = state.rows.request[row]
-    requests, totals = state.requests, state.totals
-    state = free_row(state, row)
-    return replace(
+    none = state.requests.status.shape[0]
+    state = finish(state, jnp.where(alone, request, none), POOL_EXHAUSTED)
+    counts = state.requests.num_preemptions
+    counts = counts.at[jnp.where(alone, none, request)].add(1, mode="drop")
+    preemptions = state.totals.preemptions + (~alone).astype(jnp.int32)
+    state = replace(
         state,
-        requests=replace(
-            state.requests,
-            num_preemptions=requests.num_preemptions.at[request].add(1, mode="drop"),
-        ),
-        totals=replace(totals, preemptions=totals.preemptions + 1),
+        requests=replace(state.requests, num_preemptions=counts),
+        totals=replace(state.totals, preemptions=preemptions),
     )
-
-
-def finish_exhausted(state: SchedulerState, row: jax.Array) -> SchedulerState:
-    """Finish a request that outgrew the whole pool alone. It keeps its tokens."""
-    return free_row(finish(state, state.rows.request[row], POOL_EXHAUSTED), row)
+    return free_row(state, row)
 
 
 def finish(state: SchedulerState, request: jax.Array, reason: int) -> SchedulerState:
