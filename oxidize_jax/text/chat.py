@@ -12,8 +12,9 @@ try:
     import jinja2
     import jinja2.ext
     from jinja2 import nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError("Chat templates need the jinja2 package: pip install jinja2") from error
 
@@ -134,7 +135,7 @@ def _plain(value: Any, where: str) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
@@ -143,6 +144,17 @@ def _compiled(template: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(template)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Refuses an unsafe attribute where it is asked for.
+
+    jinja2 hands out an undefined value there, which prints as nothing: a hostile template
+    would go unnoticed until it did more.
+    """
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -73,14 +73,10 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
     )
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """All ``tokenizer.*`` values of a GGUF file."""
-    try:
-        import gguf
-    except ImportError as error:  # pragma: no cover - depends on the installation
-        raise ImportError("Reading a GGUF file needs the gguf package: pip install gguf") from error
-    fields = gguf.GGUFReader(path).fields
-    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    from oxidize_jax.checkpoints.gguf_header import read_gguf_header
+
+    return read_gguf_header(path).metadata
 
 
 class _Vocabulary:
@@ -312,8 +308,8 @@ def _add_sequence_ends(backend: tokenizers.Tokenizer, vocab: _Vocabulary, adds_b
     wanted = {name: vocab.id(f"{name}_token_id") for name, add in ends.items() if add}
     if None in wanted.values():
         raise ValueError(
-            f"tokenizer.ggml.add_bos_token or add_eos_token asks for {' and '.join(wanted)} round a "
-            "text, but the file does not say which token that is."
+            f"tokenizer.ggml.add_bos_token or add_eos_token wants {' and '.join(wanted)} round "
+            "a text, but the file does not say which token that is."
         )
     if not wanted:
         return

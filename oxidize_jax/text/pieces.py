@@ -47,21 +47,18 @@ def read_pieces(backend: tokenizers.Tokenizer, vocab_size: int) -> Pieces:
     """Bytes of the ids ``[0, vocab_size)`` of a tokenizer, by the decoder it declares.
 
     Raises:
-        ValueError: the decoder is not byte-level and not SentencePiece's.
+        ValueError: the decoder is neither byte-level nor SentencePiece's.
     """
     steps = _decoder_steps(backend)
-    kinds = {step["type"] for step in steps}
-    if kinds == {"ByteLevel"}:
+    kinds = [step["type"] for step in steps]
+    if not kinds:
+        raise ValueError("tokenizer without a decoder: how its tokens make text is not said.")
+    if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()
         spell, spell_added, strip = lambda t: _byte_level(t, alphabet), str.encode, 0
-    elif kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        spell = _sentencepiece if "ByteFallback" in kinds else _spaced
-        spell_added, strip = _spaced, sum(_stripped(step) for step in steps)
     else:
-        raise ValueError(
-            f"tokenizer decoder {sorted(kinds) or None}: only ByteLevel and SentencePiece's "
-            "Replace/ByteFallback/Fuse/Strip or Metaspace are supported."
-        )
+        spell = _sentencepiece if "ByteFallback" in kinds else _spaced
+        spell_added, strip = _spaced, _leading_spaces(steps)
     table = [b""] * vocab_size
     for token, token_id in backend.get_vocab(with_added_tokens=False).items():
         table[token_id] = spell(token)
@@ -91,18 +88,29 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
-def _stripped(step: dict[str, Any]) -> int:
-    """Leading spaces that one decoder step takes off the text."""
-    if step["type"] == "Metaspace":
-        return int(step["prepend_scheme"] != "never")
-    if step["type"] != "Strip":
-        return 0
-    if step["content"] != " " or step["stop"]:
-        raise ValueError(
-            f"tokenizer decoder Strip(content={step['content']!r}, stop={step['stop']}): "
-            "only leading spaces can be stripped from a stream."
-        )
-    return step["start"]
+def _leading_spaces(steps: list[dict[str, Any]]) -> int:
+    """Spaces that SentencePiece-like steps take off the start of a text; checks each step."""
+    stripped, fused = 0, False
+    for step in steps:
+        match step:
+            case {"type": "ByteFallback"}:
+                pass
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Replace", "pattern": {"String": mark}, "content": " "} if (
+                mark == SPACE_MARK
+            ):
+                pass
+            case {"type": "Metaspace", "replacement": mark} if mark == SPACE_MARK:
+                stripped += int(step["prepend_scheme"] != "never")
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0} if fused:
+                stripped += start
+            case _:
+                raise ValueError(
+                    f"tokenizer decoder step {step}: not supported. It must turn {SPACE_MARK} into "
+                    "a space, join bytes, or strip spaces from the start of the joined text."
+                )
+    return stripped
 
 
 def _byte_level(token: str, alphabet: dict[str, int]) -> bytes:

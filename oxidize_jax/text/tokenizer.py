@@ -51,7 +51,7 @@ class Tokenizer:
         strip_spaces: spaces that decoding takes off the start of a whole text.
     """
 
-    backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
     pieces: tuple[bytes, ...] = dataclasses.field(repr=False)
     special_token_ids: frozenset[int] = dataclasses.field(repr=False)
     eos_token_ids: tuple[int, ...]
@@ -126,12 +126,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"text={type(text).__name__}: must be a string.")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"text has a lone surrogate at index {error.start}: it is not valid Unicode; "
                 "send the character whole."
             ) from None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
         self,

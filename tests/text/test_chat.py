@@ -1,0 +1,147 @@
+"""Chat templates: what transformers renders, and what is refused."""
+
+import datetime
+
+import pytest
+
+from oxidize_jax.text.chat import render_chat
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def render(template, messages=HI, **extra):
+    return render_chat(template, messages, **{"bos_token": "<s>", "eos_token": "</s>", **extra})
+
+
+def test_texts_agree_with_transformers(golden):
+    cases = golden("chat")
+    assert len(cases) == 16
+    for case in cases:
+        text = render(
+            case["template"],
+            case["messages"],
+            add_generation_prompt=case["add_generation_prompt"],
+            **case["extra"],
+        )
+        assert text == case["text"]
+
+
+def test_a_token_that_is_not_there_prints_nothing():
+    template = "{{ bos_token }}|{% if eos_token is defined %}eos{% endif %}"
+    assert render(template, bos_token=None, eos_token=None) == "|"
+    assert render(template) == "<s>|eos"
+
+
+def test_extra_names_reach_the_template():
+    template = "{{ tools }} {{ thinking }} {{ options.level }}"
+    assert render(template, thinking=True, options={"level": (1, 2)}) == "None True [1, 2]"
+
+
+def test_other_keys_of_a_message_reach_the_template():
+    messages = [{"role": "user", "content": "Hi", "name": "zoé"}]
+    assert render("{{ messages[0].name }}", messages) == "zoé"
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a b"
+
+
+def test_tojson_keeps_text_as_it_is():
+    assert render("{{ x | tojson }}", x={"é": "<'&'>"}) == '{"é": "<\'&\'>"}'
+
+
+def test_loop_controls_and_generation_blocks():
+    template = (
+        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}"
+        "{% break %}{% endif %}{% generation %}{{ i }}{% endgeneration %}{% endfor %}"
+    )
+    assert render(template) == "02"
+
+
+def test_strftime_now():
+    before = datetime.datetime.now().replace(microsecond=0)
+    text = render("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    stamp = datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S")
+    assert before <= stamp <= datetime.datetime.now()
+
+
+def test_raise_exception_is_a_value_error_with_its_words():
+    with pytest.raises(ValueError, match="template refuses these messages: roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__ }}",
+        "{{ messages[0]['content'].__class__.__base__ }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages | attr('__class__') | attr('__mro__') }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{% set x = messages.append(1) %}{{ messages }}",
+        "{% set x = messages[0].update(role='system') %}{{ messages }}",
+    ],
+)
+def test_malicious_templates_are_refused(template):
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match="refused, it is not safe to run"):
+        render(template, messages)
+    assert messages == HI
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "chat template line 1"),
+        ("a\n{% endfor %}", "chat template line 2"),
+        ("{{ messages[5].content.x }}", "chat template failed: UndefinedError"),
+        ("{{ 1 / 0 }}", "chat template failed: ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "chat template failed: TypeError"),
+        ("{% for i in range(999999999) %}{% endfor %}", "chat template failed: OverflowError"),
+        ("{% include 'x' %}", "chat template failed: TypeError"),
+    ],
+)
+def test_templates_that_fail(template, message):
+    with pytest.raises(ValueError, match=message):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        ((), "messages is empty"),
+        (None, "messages=NoneType: must be a list"),
+        ("Hi", "messages=str: must be a list"),
+        ({"role": "user", "content": "Hi"}, "messages=dict: must be a list"),
+        (["Hi"], r"messages\[0\]=str: must be an object"),
+        ([*HI, {"role": "user"}], r"messages\[1\] has no 'content'"),
+        ([{"content": "Hi"}], r"messages\[0\] has no 'role'"),
+        ([{"role": "", "content": "Hi"}], r"messages\[0\].role=''"),
+        ([{"role": 3, "content": "Hi"}], r"messages\[0\].role=3"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content=NoneType: must be text"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content=int: must be text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"content\[0\] is of type 'image_url'",
+        ),
+        ([{"role": "user", "content": ["Hi"]}], r"content\[0\] is of type 'str'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] is of type 'text'"),
+        ([{"role": "user", "content": "", "x": object()}], r"messages\[0\].x=object"),
+        ([{"role": "user", "content": "", "x": [{1: 2}]}], r"messages\[0\].x\[0\]: keys must be"),
+    ],
+)
+def test_bad_messages(messages, message):
+    with pytest.raises(ValueError, match=message):
+        render("{{ messages }}", messages)
+
+
+def test_arguments_must_be_plain_data():
+    with pytest.raises(ValueError, match=r"template argument.tools\[0\]=function"):
+        render("{{ tools }}", tools=[render])
