@@ -1,0 +1,283 @@
+"""Engine: the host shell round the pure step. The only mutable object of the core.
+
+It holds the state, feeds it from an unbounded host queue through the request slots, runs
+the step program, and reads new tokens back once per dispatch. It knows token ids only;
+text belongs to :mod:`oxidize_jax.llm`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from oxidize_jax.batch.buckets import buckets
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine import programs
+from oxidize_jax.engine.step import EngineState, Model, Params, init_state
+from oxidize_jax.scheduler import invariants
+from oxidize_jax.scheduler.state import (
+    ABORTED,
+    FINISHED,
+    LENGTH,
+    NO_TOKEN,
+    POOL_EXHAUSTED,
+    STOPPED,
+)
+from oxidize_jax.scheduler.submit import NewRequest, check_prompt, check_token_ids
+
+FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", ABORTED: "abort", POOL_EXHAUSTED: "length"}
+"""Finish reasons as OpenAI and vLLM name them."""
+STEPS_PER_DISPATCH = 16
+"""Most steps that the device makes before the host looks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to generate, in token ids."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    key: tuple[int, int] = (0, 0)
+    """Threefry key data, two 32-bit words."""
+    num_logprobs: int | None = None
+    """Alternatives per token to return, at most ``max_logprobs``."""
+    priority: int = 0
+    salt: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestUpdate:
+    """What one dispatch added to a request."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
+    """For each token its likeliest alternatives ``(id, logprob)``, best first."""
+    finish_reason: str | None
+    pool_exhausted: bool
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class EngineStepError(RuntimeError):
+    """A step failed. Requests that were running are lost; the engine itself goes on."""
+
+
+class Engine:
+    """Runs requests through the pure step.
+
+    Args:
+      config: sizes and policy.
+      model: the static part of the model (see :class:`~oxidize_jax.engine.step.Model`).
+      params: its arrays.
+      check_invariants: check every state that the host sees; slow, to hunt a fault.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        params: Params,
+        *,
+        check_invariants: bool = False,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.params = params
+        self._check = check_invariants
+        self._idle = len(buckets(config))
+        self._ids = itertools.count()
+        self._queue: list[tuple[int, int, EngineRequest]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        """A fresh device state. What had a slot is forgotten; the host queue stays."""
+        r = self.config.max_num_requests
+        self.state: EngineState = init_state(self.config, self.model)
+        self._next_bucket = self._idle
+        self._slots: list[int | None] = [None] * r
+        self._requests: dict[int, tuple[int, EngineRequest]] = {}
+        self._cursor = np.zeros((r,), np.int32)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are waiting, queued or running."""
+        return len(self._queue) + len(self._requests)
+
+    def add(self, request: EngineRequest) -> int:
+        """Queue a request and return its id. Raises ValueError for what can never run."""
+        self._validate(request)
+        request_id = next(self._ids)
+        heapq.heappush(self._queue, (request.priority, request_id, request))
+        return request_id
+
+    def abort(self, request_id: int) -> bool:
+        """Drop a request, queued or running. False if it is unknown or has finished."""
+        for i, entry in enumerate(self._queue):
+            if entry[1] == request_id:
+                self._queue.pop(i)
+                heapq.heapify(self._queue)
+                return True
+        if request_id not in self._requests:
+            return False
+        slot = self._requests.pop(request_id)[0]
+        # The slot stays taken until a drain sees that the row is gone.
+        self._update(programs.abort(self.state.scheduler, np.int32(slot)))
+        return True
+
+    def step(self, max_steps: int = STEPS_PER_DISPATCH) -> list[RequestUpdate]:
+        """Let the device make up to ``max_steps`` steps of one shape; return what is new.
+
+        Raises EngineStepError if a step fails; the state is then made anew, without the
+        requests that were on the device.
+        """
+        if not 1 <= max_steps <= STEPS_PER_DISPATCH:
+            raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
+        try:
+            self._fill_slots()
+            if self._next_bucket == self._idle:
+                self._update(programs.plan(self.config, self.state.scheduler))
+                self._next_bucket = int(self._drain().next_bucket)
+            if self._next_bucket != self._idle:
+                self.state = programs.run(
+                    self.config,
+                    self.model,
+                    self._next_bucket,
+                    self.params,
+                    self.state,
+                    np.int32(max_steps),
+                )
+            return self._collect(self._drain())
+        except BaseException as error:
+            # The state was donated: whatever stopped the run, it cannot be used again.
+            lost = sorted(self._requests)
+            self._reset()
+            if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
+                raise
+            raise EngineStepError(
+                f"a step failed and {len(lost)} running requests were lost ({error}); "
+                "the engine was reset: submit them again."
+            ) from error
+
+    def _validate(self, request: EngineRequest) -> None:
+        config = self.config
+        check_prompt(config, len(request.prompt_token_ids))
+        ids = np.asarray(request.prompt_token_ids)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt_token_ids has type {ids.dtype}: must be whole numbers.")
+        check_token_ids("prompt_token_ids", ids, self.model.vocab_size)
+        stops = np.asarray(request.stop_token_ids, np.int64)
+        check_token_ids("stop_token_ids", stops, self.model.vocab_size)
+        if len(stops) > config.max_stop_token_ids:
+            raise ValueError(
+                f"stop_token_ids has {len(stops)} ids, end-of-sequence ids included; the limit "
+                f"is max_stop_token_ids={config.max_stop_token_ids}."
+            )
+        for name, low in (("priority", -(2**31)), ("salt", 0)):
+            value = getattr(request, name)
+            if not low <= value < 2**31 - 1:
+                raise ValueError(f"{name}={value}: must be from {low} to {2**31 - 2}.")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens}: must be at least 1.")
+        if (request.num_logprobs or 0) > config.max_logprobs:
+            raise ValueError(
+                f"logprobs={request.num_logprobs}: the limit is max_logprobs="
+                f"{config.max_logprobs}, set where the engine is made."
+            )
+
+    def _fill_slots(self) -> None:
+        """Move queued requests into free slots, the first in line first."""
+        free = [slot for slot, owner in enumerate(self._slots) if owner is None]
+        for slot in free[: len(self._queue)]:
+            _, request_id, request = heapq.heappop(self._queue)
+            new = self._new_request(request_id, request)
+            self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
+            self._slots[slot] = request_id
+            self._requests[request_id] = (slot, request)
+            self._cursor[slot] = len(request.prompt_token_ids)
+
+    def _new_request(self, request_id: int, request: EngineRequest) -> NewRequest:
+        config, prompt = self.config, request.prompt_token_ids
+        tokens = np.zeros((config.max_model_len,), np.int32)
+        tokens[: len(prompt)] = prompt
+        stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
+        stops[: len(request.stop_token_ids)] = request.stop_token_ids
+        limit = config.max_model_len
+        arrays: dict[str, Any] = {
+            "tokens": tokens,
+            "prompt_len": np.int32(len(prompt)),
+            "max_new_tokens": np.int32(min(request.max_new_tokens, limit)),
+            "min_new_tokens": np.int32(min(request.min_new_tokens, limit)),
+            "arrival": np.int32(request_id),
+            "priority": np.int32(request.priority),
+            "stop_ids": stops,
+            "temperature": np.float32(request.temperature),
+            "top_k": np.int32(min(request.top_k, self.model.vocab_size)),
+            "top_p": np.float32(request.top_p),
+            "key": np.asarray(request.key, np.uint32),
+            "salt": np.int32(request.salt),
+            "want_logprobs": np.bool_(bool(request.num_logprobs)),
+        }
+        return NewRequest(**arrays)
+
+    def _update(self, scheduler: Any) -> None:
+        self.state = programs.with_scheduler(self.state, scheduler)
+
+    def _drain(self) -> programs.Drained:
+        if self._check:
+            invariants.check(self.state.scheduler)
+        drained = programs.drain(
+            self.config, self.state.scheduler, self._cursor.copy(), STEPS_PER_DISPATCH
+        )
+        return jax.device_get(drained)
+
+    def _collect(self, drained: programs.Drained) -> list[RequestUpdate]:
+        """Updates of the requests that moved; frees the slots of those that are done."""
+        self._next_bucket = int(drained.next_bucket)
+        ended = (drained.status == FINISHED) & (drained.row == self.config.max_num_seqs)
+        moved = (drained.num_tokens > self._cursor) | ended
+        updates = []
+        for slot in np.flatnonzero(moved).tolist():
+            owner = self._slots[slot]
+            if owner is None:
+                continue
+            if ended[slot]:
+                self._slots[slot] = None
+            if owner not in self._requests:  # aborted
+                continue
+            updates.append(self._read(slot, owner, drained, bool(ended[slot])))
+            self._cursor[slot] = drained.num_tokens[slot]
+            if ended[slot]:
+                del self._requests[owner]
+        return updates
+
+    def _read(self, slot: int, owner: int, drained: programs.Drained, ended: bool) -> RequestUpdate:
+        count = int(drained.num_tokens[slot] - self._cursor[slot])
+        reason = int(drained.finish_reason[slot])
+        alternatives = self._requests[owner][1].num_logprobs
+        top = None
+        if alternatives:
+            ids = drained.top_ids[slot, :count, :alternatives].tolist()
+            values = drained.top_logprobs[slot, :count, :alternatives].tolist()
+            top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+        return RequestUpdate(
+            request_id=owner,
+            token_ids=tuple(drained.tokens[slot, :count].tolist()),
+            logprobs=tuple(drained.logprobs[slot, :count].tolist()),
+            top_logprobs=top,
+            finish_reason=FINISH_REASONS[reason] if ended else None,
+            pool_exhausted=ended and reason == POOL_EXHAUSTED,
+            num_cached_tokens=int(drained.num_cached[slot]),
+            num_preemptions=int(drained.num_preemptions[slot]),
+        )

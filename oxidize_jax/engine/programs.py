@@ -1,0 +1,110 @@
+"""The jitted programs of the host engine. Donated: the state; static: config and model.
+
+They are module-level, so engines of the same configuration share what is compiled.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from oxidize_jax.batch.buckets import select_bucket
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.step import EngineState, Model, Params, run_bucket
+from oxidize_jax.scheduler import submit as submission
+from oxidize_jax.scheduler.schedule import schedule
+from oxidize_jax.scheduler.state import SchedulerState
+from oxidize_jax.types import replace, state
+
+
+@state
+class Drained:
+    """What the host reads after a dispatch, for W steps and A logprob alternatives."""
+
+    next_bucket: jax.Array
+    """i32[]: bucket of the next step; the number of buckets when idle."""
+    status: jax.Array
+    """i32[R]"""
+    finish_reason: jax.Array
+    """i32[R]"""
+    row: jax.Array
+    """i32[R]"""
+    num_tokens: jax.Array
+    """i32[R]"""
+    num_cached: jax.Array
+    """i32[R]"""
+    num_preemptions: jax.Array
+    """i32[R]"""
+    tokens: jax.Array
+    """i32[R, W]: tokens from the cursor of each request on."""
+    logprobs: jax.Array
+    """f32[R, W]"""
+    top_ids: jax.Array
+    """i32[R, W, A]"""
+    top_logprobs: jax.Array
+    """f32[R, W, A]"""
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def run(
+    config: EngineConfig,
+    model: Model,
+    bucket: int,
+    params: Params,
+    state: EngineState,
+    limit: jax.Array,
+) -> EngineState:
+    """:func:`~oxidize_jax.engine.step.run_bucket` for at most ``limit i32[]`` steps."""
+    return run_bucket(config, model, bucket, params, state, limit)[0]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def plan(config: EngineConfig, state: SchedulerState) -> SchedulerState:
+    """Plan anew. Only for a state whose plan is empty: planned copies would be lost."""
+    return schedule(config, state)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def submit(
+    config: EngineConfig, state: SchedulerState, slot: jax.Array, new: submission.NewRequest
+) -> SchedulerState:
+    """:func:`~oxidize_jax.scheduler.submit.submit`"""
+    return submission.submit(config, state, slot, new)
+
+
+@partial(jax.jit, donate_argnums=0)
+def abort(state: SchedulerState, slot: jax.Array) -> SchedulerState:
+    """:func:`~oxidize_jax.scheduler.submit.abort`"""
+    return submission.abort(state, slot)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def drain(config: EngineConfig, state: SchedulerState, cursor: jax.Array, width: int) -> Drained:
+    """Read ``width`` tokens of every request from ``cursor i32[R]`` on, and where it stands."""
+    requests = state.requests
+    lane = jnp.arange(config.max_num_requests, dtype=jnp.int32)[:, None]
+    place = cursor[:, None] + jnp.arange(width, dtype=jnp.int32)
+
+    def window(values: jax.Array) -> jax.Array:
+        return values.at[lane, place].get(mode="fill", fill_value=0)
+
+    return Drained(
+        next_bucket=select_bucket(config, state.plan.num_scheduled),
+        status=requests.status,
+        finish_reason=requests.finish_reason,
+        row=requests.row,
+        num_tokens=requests.num_tokens,
+        num_cached=requests.num_cached,
+        num_preemptions=requests.num_preemptions,
+        tokens=window(requests.tokens),
+        logprobs=window(requests.logprobs),
+        top_ids=window(requests.top_ids),
+        top_logprobs=window(requests.top_logprobs),
+    )
+
+
+def with_scheduler(state: EngineState, scheduler: SchedulerState) -> EngineState:
+    """``state`` with another scheduler state, the cache untouched."""
+    return replace(state, scheduler=scheduler)
