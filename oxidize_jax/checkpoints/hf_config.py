@@ -17,7 +17,12 @@ _NEUTRAL: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-_SCALING_TYPE_KEYS = ("rope_type", "type")
+# The same within rope_scaling and rope_parameters.
+_NEUTRAL_ROPE: dict[str, tuple[Any, str]] = {
+    "rope_type": ("default", "no rope scaling"),
+    "type": ("default", "no rope scaling"),
+    "partial_rotary_factor": (1.0, "the whole head rotates"),
+}
 
 
 def config_from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -113,25 +118,19 @@ class _Fields:
         return value
 
     def rope_theta(self) -> float:
-        rope = self._rope_settings("rope_scaling") | self._rope_settings("rope_parameters")
-        kind = next((rope[key] for key in _SCALING_TYPE_KEYS if key in rope), "default")
-        if kind != "default":
-            raise UnsupportedModelError(
-                f"{self._source}: rotary embedding of type {kind!r} is not supported, only "
-                "'default' (without rope scaling) is."
-            )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError(
-                f"{self._source}: partial_rotary_factor={rope['partial_rotary_factor']!r} is not "
-                "supported, only 1.0 is."
-            )
-        return self._positive("rope_theta", rope.get("rope_theta", self._get("rope_theta", 1e4)))
-
-    def _rope_settings(self, key: str) -> dict[str, Any]:
-        value = self._get(key, {})
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self._source}: {key}={value!r}: must be an object or null.")
-        return value
+        theta = self._get("rope_theta", 10_000.0)
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = self._get(key, {})
+            if not isinstance(rope, dict):
+                raise CheckpointError(f"{self._source}: {key}={rope!r}: must be an object or null.")
+            for name, (neutral, meaning) in _NEUTRAL_ROPE.items():
+                if rope.get(name, neutral) != neutral:
+                    raise UnsupportedModelError(
+                        f"{self._source}: {key}.{name}={rope[name]!r} is not supported, only "
+                        f"{neutral!r} ({meaning}) is."
+                    )
+            theta = rope.get("rope_theta", theta)
+        return self._positive("rope_theta", theta)
 
     def _positive(self, key: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

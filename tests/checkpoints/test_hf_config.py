@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from write_checkpoints import hf_config
+
+from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
+from oxidize_jax.checkpoints.hf_config import config_from_hf, read_json_object
+
+
+@pytest.mark.parametrize("transformers", [4, 5])
+def test_reads_what_both_versions_of_transformers_write(config, transformers):
+    config = dataclasses.replace(config, attention_bias=True, tie_word_embeddings=True)
+    assert config_from_hf(hf_config(config, transformers=transformers)) == config
+
+
+def test_absent_and_null_fields_take_the_defaults_of_llama_config(config):
+    fields = hf_config(config)
+    for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"):
+        fields[key] = None
+    for key in ("max_position_embeddings", "tie_word_embeddings", "mlp_bias", "architectures"):
+        del fields[key]
+    read = config_from_hf(fields)
+    assert read.num_kv_heads == read.num_heads == 4
+    assert read.head_dim == 24 // 4
+    assert (read.rms_norm_eps, read.rope_theta) == (1e-6, 10_000.0)
+    assert read.max_position_embeddings == 2048
+    assert not read.tie_word_embeddings
+    assert not read.mlp_bias
+
+
+def test_rope_parameters_win_over_a_stale_rope_theta(config):
+    assert config_from_hf(hf_config(config) | {"rope_theta": 7.0}).rope_theta == 50_000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "qwen2"}, "model_type='qwen2'.*'llama'"),
+        ({"model_type": None}, "model_type=None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'.*'default'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_what_the_model_cannot_run_is_refused_by_name(config, changes, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        config_from_hf(hf_config(config) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "24"}, "hidden_size='24'"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+    ],
+)
+def test_odd_values_are_errors_that_name_the_field(config, changes, named):
+    with pytest.raises(CheckpointError, match=named):
+        config_from_hf(hf_config(config) | changes)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1,}', "[1]", "\ufeff{}", "[" * 100_000])
+def test_malformed_json_is_an_error_that_names_the_file(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_json_object(path)
+
+
+def test_json_that_is_not_text_or_not_there(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_json_object(path)
+    with pytest.raises(CheckpointError, match=r"config\.json is not there"):
+        read_json_object(tmp_path / "none" / "config.json")
+
+
+def test_json_object_comes_back(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"a": [1, None]}))
+    assert read_json_object(path) == {"a": [1, None]}
