@@ -75,6 +75,17 @@ def test_tx09_byte_tokens_are_bytes(spm, spm_metadata):
     assert spm.decode(spm.encode("<0x0A>")) == "<0x0A>"
 
 
+def test_without_byte_tokens_a_run_of_unknown_characters_is_one_unknown_token(spm_metadata):
+    tokenizer = Tokenizer.from_gguf(
+        spm_metadata(
+            tokens=["<unk>", "<s>", "</s>", "▁", "a", "▁a"],
+            scores=[0.0, 0.0, 0.0, -2.0, -3.0, -1.0],
+            token_type=[2, 3, 3, 1, 1, 1],
+        )
+    )
+    assert tokenizer.encode("a日本a") == [1, 5, 0, 4]
+
+
 def test_tk01_bos_as_the_file_says(byte_level_metadata, spm_metadata):
     def added(metadata):
         tokenizer = Tokenizer.from_gguf(metadata)
@@ -125,11 +136,12 @@ def test_user_defined_tokens_are_matched_and_stay_text(byte_level, byte_level_me
 
 def test_added_tokens_are_their_own_text(byte_level_metadata, golden):
     # "é" and "Ġ" are stand-ins for single bytes, but not in a token that is literal text.
-    tokens = [*golden("byte_level")["tokens"], "<é Ġ>"]
-    types = [*golden("byte_level")["types"], 4]
+    tokens = [*golden("byte_level")["tokens"], "<éĠ>", "<é Ġ>"]
+    types = [*golden("byte_level")["types"], 4, 3]
     tokenizer = Tokenizer.from_gguf(byte_level_metadata(tokens=tokens, token_type=types))
-    assert tokenizer.encode("<é Ġ>") == [len(tokens) - 1]
-    assert tokenizer.decode([len(tokens) - 1]) == "<é Ġ>"
+    ids = tokenizer.encode("<éĠ><é Ġ>")
+    assert ids == [len(tokens) - 2, len(tokens) - 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<éĠ><é Ġ>"
 
 
 def test_sequence_marks_left_among_the_words_are_special(byte_level_metadata, golden):
@@ -142,12 +154,12 @@ def test_sequence_marks_left_among_the_words_are_special(byte_level_metadata, go
 
 def test_padding_tokens_are_no_tokens(byte_level_metadata, golden):
     size = len(golden("byte_level")["tokens"])
-    tokens = [*golden("byte_level")["tokens"], f"[PAD{size}]", f"[PAD{size}]", ""]
-    types = [*golden("byte_level")["types"], 5, 5, 1]
+    tokens = [*golden("byte_level")["tokens"], f"[PAD{size}]", f"[PAD{size}]", "", ""]
+    types = [*golden("byte_level")["types"], 5, 5, 1, 1]
     tokenizer = Tokenizer.from_gguf(byte_level_metadata(tokens=tokens, token_type=types))
-    assert tokenizer.vocab_size == size + 3
+    assert tokenizer.vocab_size == size + 4
     assert max(tokenizer.encode(f"[PAD{size}]")) < size
-    assert tokenizer.decode(range(size, size + 3), skip_special_tokens=False) == ""
+    assert tokenizer.decode(range(size, size + 4), skip_special_tokens=False) == ""
 
 
 def test_chat_template_and_names_come_from_the_file(byte_level_metadata):
