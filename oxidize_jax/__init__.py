@@ -1,3 +1,41 @@
 """oxidize_jax: an LLM inference engine in JAX whose whole step is a pure function."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamDelta",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "oxidize_jax.llm",
+    "SamplingParams": "oxidize_jax.sampling.params",
+    "EngineConfig": "oxidize_jax.config",
+    "RequestOutput": "oxidize_jax.outputs",
+    "CompletionOutput": "oxidize_jax.outputs",
+    "StreamDelta": "oxidize_jax.outputs",
+}
+
+if TYPE_CHECKING:
+    from oxidize_jax.config import EngineConfig
+    from oxidize_jax.llm import LLM
+    from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
+    from oxidize_jax.sampling.params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used, so that importing costs nothing."""
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'oxidize_jax' has no attribute {name!r}")

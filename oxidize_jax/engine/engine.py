@@ -115,9 +115,13 @@ class Engine:
         """Requests that are waiting, queued or running."""
         return len(self._queue) + len(self._requests)
 
+    def has(self, request_id: int) -> bool:
+        """Whether the request is still waiting, queued or running."""
+        return request_id in self._requests or any(e[1] == request_id for e in self._queue)
+
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id. Raises ValueError for what can never run."""
-        self._validate(request)
+        self.validate(request)
         request_id = next(self._ids)
         heapq.heappush(self._queue, (request.priority, request_id, request))
         return request_id
@@ -170,7 +174,8 @@ class Engine:
                 "the engine was reset: submit them again."
             ) from error
 
-    def _validate(self, request: EngineRequest) -> None:
+    def validate(self, request: EngineRequest) -> None:
+        """Refuse, with a ValueError, what :meth:`add` would refuse."""
         config = self.config
         check_prompt(config, len(request.prompt_token_ids))
         ids = np.asarray(request.prompt_token_ids)

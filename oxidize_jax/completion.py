@@ -1,0 +1,115 @@
+"""From an engine's updates to the text, ids and logprobs of one completion."""
+
+from __future__ import annotations
+
+from oxidize_jax.engine.engine import RequestUpdate
+from oxidize_jax.outputs import CompletionOutput, Logprob, StreamDelta
+from oxidize_jax.sampling.params import SamplingParams
+from oxidize_jax.text.detokenizer import IncrementalDetokenizer
+from oxidize_jax.text.stop import StopStrings
+from oxidize_jax.text.tokenizer import Tokenizer
+
+
+class Completion:
+    """One sequence as it grows. Fed with updates; gives deltas and, at the end, the whole."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._index = index
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, params.skip_special_tokens
+        )
+        self._stops = StopStrings(params.stop or ())
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._alternatives: list[dict[int, Logprob]] = []
+        self._stop_reason: int | str | None = None
+        self.finish_reason: str | None = None
+        self.num_cached_tokens = 0
+
+    @property
+    def matched_stop_string(self) -> bool:
+        """A stop string ended it, which the engine does not know: abort the request."""
+        return self._stops.matched is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far."""
+        return len(self._ids)
+
+    def update(self, update: RequestUpdate) -> StreamDelta:
+        """Take in what a dispatch brought; what follows a stop string is dropped."""
+        self.num_cached_tokens = update.num_cached_tokens
+        before, text = len(self._ids), ""
+        last = len(update.token_ids) - 1
+        for i, token in enumerate(update.token_ids):
+            self._append(update, i)
+            # The text of the token that ended a generation is not part of it.
+            if update.finish_reason == "stop" and i == last:
+                break
+            text += self._stops.add(self._detokenizer.add([token]))
+            if self._stops.matched is not None:
+                break
+        text += self._finish(update)
+        self._text.append(text)
+        return StreamDelta(
+            index=self._index,
+            text=text,
+            token_ids=tuple(self._ids[before:]),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def output(self) -> CompletionOutput:
+        """All of it so far."""
+        return CompletionOutput(
+            index=self._index,
+            text="".join(self._text),
+            token_ids=tuple(self._ids),
+            cumulative_logprob=float(sum(self._logprobs)),
+            logprobs=None if self._params.logprobs is None else tuple(self._alternatives),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _append(self, update: RequestUpdate, i: int) -> None:
+        token, logprob = update.token_ids[i], update.logprobs[i]
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        if self._params.logprobs is None:
+            return
+        ranked = update.top_logprobs[i] if update.top_logprobs else ()
+        entry = {
+            candidate: Logprob(value, rank, self._spell(candidate))
+            for rank, (candidate, value) in enumerate(ranked, 1)
+        }
+        entry.setdefault(token, Logprob(logprob, None, self._spell(token)))
+        self._alternatives.append(entry)
+
+    def _finish(self, update: RequestUpdate) -> str:
+        """Set the reasons and return the text that was held back."""
+        if self._stops.matched is not None:
+            self.finish_reason, self._stop_reason = "stop", self._stops.matched
+            return ""
+        if update.finish_reason is None:
+            return ""
+        self.finish_reason = update.finish_reason
+        if update.pool_exhausted:
+            self._stop_reason = "kv_cache_exhausted"
+        elif self.finish_reason == "stop" and self._ids[-1] in self._params.stop_token_ids:
+            self._stop_reason = self._ids[-1]
+        tail = self._stops.add(self._detokenizer.finish()) + self._stops.finish()
+        if self._stops.matched is not None:
+            self.finish_reason, self._stop_reason = "stop", self._stops.matched
+        return tail
+
+    def _spell(self, token: int) -> str:
+        return self._tokenizer.bytes_of([token]).decode("utf-8", "replace")

@@ -1,0 +1,321 @@
+"""LLM: prompts in, text out, in this process. The interface is vLLM's ``entrypoints/llm.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from oxidize_jax.checkpoints.load import load_checkpoint
+from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
+from oxidize_jax.compile_cache import enable_compile_cache
+from oxidize_jax.completion import Completion
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.engine import (
+    STEPS_PER_DISPATCH,
+    Engine,
+    EngineRequest,
+    EngineStepError,
+    RequestUpdate,
+)
+from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.functional import build
+from oxidize_jax.options import Options, cache_dtype, engine_config, load_options, weight_dtype
+from oxidize_jax.outputs import RequestOutput, StreamDelta, Usage
+from oxidize_jax.progress import progress_bar
+from oxidize_jax.prompts import (
+    Messages,
+    Prompt,
+    as_conversations,
+    as_ids,
+    as_params,
+    as_prompts,
+    single_text_or_ids,
+)
+from oxidize_jax.sampling.params import SamplingParams
+from oxidize_jax.sampling.sampler import child_key
+from oxidize_jax.text.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model with its tokenizer and an engine to run it.
+
+    Args:
+      model: a built-in name (``smollm2-135m-instruct``), a Hugging Face folder or repo id,
+        or a ``.gguf`` file.
+      compile_cache: keep compiled programs on disk, so that the next start is fast. A cache
+        that JAX is configured with already is left as it is.
+      progress: bars while a model loads and while prompts take longer than a second.
+      options: see :class:`~oxidize_jax.options.Options`.
+
+    Raises:
+      ValueError: an option, or the model, cannot be used; one line that says what to do.
+
+    Not for use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = Options.model,
+        *,
+        compile_cache: bool = True,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        chosen = _options({**options, "model": str(model)})
+        if compile_cache:
+            enable_compile_cache()
+        resolved = resolve_model(chosen.model)
+        checkpoint = load_checkpoint(
+            resolved.path, jnp.dtype(weight_dtype(chosen)), progress=progress
+        )
+        self.options = chosen
+        self.tokenizer = _load_tokenizer(chosen, resolved)
+        self.model_config: ModelConfig = checkpoint.config
+        self.config: EngineConfig = engine_config(chosen, checkpoint.config)
+        decoder, params = build(
+            checkpoint.config,
+            checkpoint.params,
+            attention=chosen.attention,
+            kv_dtype=cache_dtype(chosen),
+        )
+        self.engine = Engine(self.config, decoder, params, check_invariants=chosen.check_invariants)
+        self._progress = progress
+        self._seeds = random.Random(chosen.seed)
+        self._running: dict[int, Completion] = {}
+
+    @classmethod
+    def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
+        """Make an LLM from a TOML preset (see ``configs/``); keyword arguments win."""
+        return cls(**{**load_options(path), **overrides})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; the results are in the order of the prompts.
+
+        Args:
+          prompts: one prompt or a list; see :data:`Prompt`. A list of ints is one prompt.
+          sampling_params: for all prompts, or one for each. Default: ``SamplingParams()``.
+          use_tqdm: show a bar; default: after a second of work.
+
+        Raises:
+          ValueError: a prompt or a parameter cannot be used; then nothing has run.
+        """
+        groups = self._groups(as_prompts(prompts), sampling_params)
+        return self._run(groups, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list, through the model's chat template."""
+        conversations = as_conversations(messages)
+        prompts = [self.chat_prompt(m, **template_options) for m in conversations]
+        return self._run(self._groups(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamDelta]:
+        """Yield the text of one prompt as it is made; ``generate`` gives the same in one piece.
+
+        The prompt is checked at the call. Closing the iterator aborts the request.
+        """
+        (group,) = self._groups([prompt], sampling_params)
+        return self._stream(group)
+
+    def chat_prompt(self, messages: Messages, **template_options: Any) -> Prompt:
+        """The prompt that the model's chat template makes of a conversation."""
+        return {
+            "prompt_token_ids": self.tokenizer.apply_chat_template(messages, **template_options)
+        }
+
+    def _groups(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Group]:
+        """Check and encode everything before anything runs."""
+        params = as_params(sampling_params, len(prompts))
+        groups = []
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                groups.append(self._group(prompt, p))
+            except ValueError as error:
+                where = f"prompts[{i}]: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        return groups
+
+    def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
+        text, ids = self._encode(prompt)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        limit = self.config.max_model_len
+        requests = [
+            EngineRequest(
+                prompt_token_ids=ids,
+                max_new_tokens=limit if params.max_tokens is None else params.max_tokens,
+                min_new_tokens=params.min_tokens,
+                stop_token_ids=tuple(dict.fromkeys([*eos, *params.stop_token_ids])),
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                key=cast(tuple[int, int], tuple(child_key(seed, child).tolist())),
+                num_logprobs=params.logprobs,
+            )
+            for child in range(params.n)
+        ]
+        self.engine.validate(requests[0])
+        return _Group(text, ids, params, requests)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        given = single_text_or_ids(prompt)
+        if not isinstance(given, str):
+            return None, as_ids(given)
+        ids = tuple(self.tokenizer.encode(given))
+        if not ids:
+            raise ValueError("prompt is empty: give at least one character of text.")
+        return given, ids
+
+    def _run(self, groups: list[_Group], use_tqdm: bool | None) -> list[RequestOutput]:
+        total = sum(len(group.requests) for group in groups)
+        with progress_bar(total, shown=self._progress if use_tqdm is None else use_tqdm) as bar:
+            try:
+                for group in groups:
+                    self._start(group)
+                while unfinished := [g for g in groups if not g.finished]:
+                    self._dispatch(STEPS_PER_DISPATCH, unfinished)
+                    tokens = sum(g.num_tokens for g in groups)
+                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    bar.update(sum(g.num_finished for g in groups) - bar.n)
+            finally:
+                for group in groups:
+                    self._abandon(group)
+        return [group.output() for group in groups]
+
+    def _stream(self, group: _Group) -> Iterator[StreamDelta]:
+        self._start(group)
+        held: dict[int, tuple[int, ...]] = {}
+        try:
+            while not group.finished:
+                for request_id, delta in self._dispatch(1, [group]):
+                    if request_id not in group.ids:
+                        continue
+                    ids = held.pop(delta.index, ()) + delta.token_ids
+                    if delta.text or delta.finish_reason:
+                        yield dataclasses.replace(delta, token_ids=ids)
+                    else:
+                        held[delta.index] = ids
+        finally:
+            self._abandon(group)
+
+    def _start(self, group: _Group) -> None:
+        for index, request in enumerate(group.requests):
+            completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
+            request_id = self.engine.add(request)
+            group.ids.append(request_id)
+            group.completions.append(completion)
+            self._running[request_id] = completion
+
+    def _abandon(self, group: _Group) -> None:
+        """Abort what an exception or a closed iterator left running."""
+        for request_id in group.ids:
+            if self._running.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+
+    def _dispatch(self, max_steps: int, waiting: list[_Group]) -> list[tuple[int, StreamDelta]]:
+        """Run some steps for everyone. Raises EngineStepError if ``waiting`` lost a request."""
+        updates = self.engine.step(max_steps)
+        deltas = [(update.request_id, self._apply(update)) for update in updates]
+        for group in waiting:
+            for request_id, completion in zip(group.ids, group.completions, strict=True):
+                if completion.finish_reason is None and not self.engine.has(request_id):
+                    raise EngineStepError(
+                        f"request {request_id} was lost in a failed step of another caller: "
+                        "submit it again."
+                    )
+        return deltas
+
+    def _apply(self, update: RequestUpdate) -> StreamDelta:
+        completion = self._running[update.request_id]
+        delta = completion.update(update)
+        if completion.finish_reason is not None:
+            del self._running[update.request_id]
+            if completion.matched_stop_string:
+                self.engine.abort(update.request_id)
+        return delta
+
+
+class _Group:
+    """One prompt with its ``n`` completions."""
+
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        requests: list[EngineRequest],
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.requests = requests
+        self.ids: list[int] = []
+        self.completions: list[Completion] = []
+
+    @property
+    def num_finished(self) -> int:
+        return sum(c.finish_reason is not None for c in self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(c.num_tokens for c in self.completions)
+
+    @property
+    def finished(self) -> bool:
+        return self.num_finished == len(self.requests)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.ids[0],
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=tuple(c.output() for c in self.completions),
+            usage=Usage(
+                prompt_tokens=len(self.prompt_token_ids),
+                completion_tokens=self.num_tokens,
+                cached_tokens=max(c.num_cached_tokens for c in self.completions),
+            ),
+        )
+
+
+def _options(values: dict[str, Any]) -> Options:
+    known = {field.name for field in dataclasses.fields(Options)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise ValueError(f"{name!r} is not an option of LLM.{hint}")
+    return Options(**values)
+
+
+def _load_tokenizer(options: Options, resolved: ResolvedModel) -> Tokenizer:
+    path = resolved.path
+    if options.tokenizer is not None:
+        path = Path(options.tokenizer).expanduser()
+        if not path.exists():
+            raise ValueError(f"tokenizer={options.tokenizer!r}: there is no such file or folder.")
+    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_hf_folder(path)

@@ -1,0 +1,194 @@
+"""What a user chooses, and how it becomes an EngineConfig for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.types import BLOCK_SIZE
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("auto", "float32", "bfloat16")
+_CPU_KV_LIMIT = 2 * 2**30
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of :class:`~oxidize_jax.llm.LLM`; names follow vLLM's ``EngineArgs``."""
+
+    model: str = DEFAULT_MODEL
+    """A built-in name, a Hugging Face folder or repo id, or a ``.gguf`` file."""
+    tokenizer: str | None = None
+    """Folder or ``.gguf`` to take the tokenizer from; default: the model's own."""
+    dtype: str = "auto"
+    """Of weights and matmul inputs. ``auto``: float32 on a CPU, bfloat16 elsewhere."""
+    kv_cache_dtype: str = "auto"
+    """Of the KV cache. ``auto``: as ``dtype``."""
+    attention: str = "gather"
+    """Attention backend."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; default: the model's context length."""
+    max_num_seqs: int = 16
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step."""
+    block_size: int = BLOCK_SIZE
+    """Tokens in a KV block."""
+    num_blocks: int | None = None
+    """KV blocks; default: what ``max_num_seqs`` full sequences need, within
+    ``kv_cache_gib``."""
+    kv_cache_gib: float | None = None
+    """Memory for the KV cache in GiB; default: 2 GiB or half of the free memory on a CPU,
+    whichever is less, and 90 % of the device's free memory elsewhere."""
+    policy: str = "prefill_first"
+    """``prefill_first`` or ``decode_first``."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prompt beginnings."""
+    max_logprobs: int = 5
+    """Most alternatives per token that a request may ask for."""
+    seed: int = 0
+    """Seeds of requests that name none are drawn from this one."""
+    check_invariants: bool = False
+    """Check the whole state after every dispatch (slow; to hunt a fault)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(DTYPES)}."
+                )
+        gib = self.kv_cache_gib
+        if gib is not None and not (isinstance(gib, (int, float)) and 0 < gib < float("inf")):
+            raise ValueError(f"kv_cache_gib={gib!r}: must be a positive number of GiB.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed={self.seed!r}: must be a whole number, 0 or more.")
+
+
+def load_options(path: str | Path) -> dict[str, Any]:
+    """Read the keys of a TOML preset, of all its tables, as arguments of :class:`Options`.
+
+    Raises ValueError naming the file and an unknown key, with the nearest known one.
+    """
+    path = Path(path).expanduser()
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"config={str(path)!r}: {error.strerror or error}; give a .toml file."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={str(path)!r}: not valid TOML: {error}.") from None
+    known = {field.name for field in dataclasses.fields(Options)}
+    values: dict[str, Any] = {}
+    for key, value in _flatten(tables):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = (
+                f" Did you mean {near[0]!r}?"
+                if near
+                else f" Known keys: {', '.join(sorted(known))}."
+            )
+            raise ValueError(f"config={str(path)!r}: unknown key {key!r}.{hint}")
+        if key in values:
+            raise ValueError(f"config={str(path)!r}: the key {key!r} stands twice.")
+        values[key] = value
+    return values
+
+
+def _flatten(tables: dict[str, Any]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in tables.items():
+        pairs += _flatten(value) if isinstance(value, dict) else [(key, value)]
+    return pairs
+
+
+def weight_dtype(options: Options) -> str:
+    """``float32`` or ``bfloat16`` for this machine."""
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def cache_dtype(options: Options) -> str:
+    """Type of keys and values for this machine."""
+    return weight_dtype(options) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+
+
+def engine_config(options: Options, model: ModelConfig) -> EngineConfig:
+    """Sizes for this model on this machine. Raises ValueError if one sequence cannot fit."""
+    max_len = options.max_model_len
+    if max_len is None:
+        max_len = model.max_position_embeddings
+    elif isinstance(max_len, int) and max_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_len} is more than the {model.max_position_embeddings} positions "
+            "the model was made for: lower it."
+        )
+    config = EngineConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_len,
+        block_size=options.block_size,
+        num_blocks=1 if options.num_blocks is None else options.num_blocks,
+        max_num_requests=max(64, 2 * options.max_num_seqs),
+        policy=options.policy,
+        enable_prefix_caching=options.enable_prefix_caching,
+        max_logprobs=options.max_logprobs,
+    )
+    if options.num_blocks is not None:
+        return config
+    return dataclasses.replace(config, num_blocks=_fitting_blocks(options, model, config))
+
+
+def _fitting_blocks(options: Options, model: ModelConfig, config: EngineConfig) -> int:
+    """Blocks for ``max_num_seqs`` full sequences, or as many as the memory takes."""
+    block_bytes = kv_block_bytes(options, model, config.block_size)
+    memory = _kv_memory(options)
+    fitting = memory // block_bytes
+    if fitting < config.blocks_per_seq:
+        need = config.blocks_per_seq * block_bytes / _GIB
+        raise ValueError(
+            f"max_model_len={config.max_model_len} needs {need:.2f} GiB of KV cache for one "
+            f"sequence, but {memory / _GIB:.2f} GiB are given: lower max_model_len to "
+            f"{max(fitting, 1) * config.block_size} or raise kv_cache_gib."
+        )
+    return min(fitting, config.max_num_seqs * config.blocks_per_seq)
+
+
+def kv_block_bytes(options: Options, model: ModelConfig, block_size: int) -> int:
+    """Bytes of one block over all layers."""
+    size = 4 if cache_dtype(options) == "float32" else 2
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * size
+
+
+def _kv_memory(options: Options) -> int:
+    if options.kv_cache_gib is not None:
+        return int(options.kv_cache_gib * _GIB)
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return min(_CPU_KV_LIMIT, _free_host_memory() // 2)
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", 4 * _GIB) - stats.get("bytes_in_use", 0)
+    return int(0.9 * free)
+
+
+def _free_host_memory() -> int:
+    """Bytes that new allocations can take; half of the memory where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 * _GIB

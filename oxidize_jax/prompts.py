@@ -1,0 +1,95 @@
+"""The shapes in which prompts, conversations and parameters may come, made uniform."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from oxidize_jax.sampling.params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: ``[{"role": "user", "content": "..."}]``."""
+
+_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one or many. A non-empty list of whole numbers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts is {type(prompts).__name__}: give {_FORMS}, or a list of those.")
+    if prompts and all(_is_whole(item) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """A list of conversations from one or many."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(
+            f"messages is {type(messages).__name__}: give a list of "
+            "{'role': ..., 'content': ...} dicts, or a list of such lists."
+        )
+    if messages and all(
+        isinstance(m, Sequence) and not isinstance(m, str | bytes) for m in messages
+    ):
+        return list(messages)  # type: ignore[arg-type]
+    return [messages]  # type: ignore[list-item]
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One SamplingParams for each of ``count`` prompts."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(
+            f"sampling_params is {type(params).__name__}: give a SamplingParams, or a list with "
+            "one for each prompt."
+        )
+    if len(params) != count:
+        raise ValueError(
+            f"sampling_params has {len(params)} entries for {count} prompts: give one for all, "
+            "or one for each."
+        )
+    return list(params)
+
+
+def as_ids(prompt: Any) -> tuple[int, ...]:
+    """Token ids of a prompt given as such."""
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise ValueError(f"prompt is {type(prompt).__name__}: give {_FORMS}.")
+    for i, item in enumerate(prompt):
+        if not _is_whole(item):
+            raise ValueError(f"prompt_token_ids[{i}]={item!r}: token ids must be whole numbers.")
+    return tuple(int(item) for item in prompt)
+
+
+def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:
+    """The text or the ids in a prompt; a dict must have exactly one of them."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    keys = {"prompt", "prompt_token_ids"} & prompt.keys()
+    if len(keys) != 1:
+        raise ValueError(
+            "prompt is a dict that must have exactly one of 'prompt' and 'prompt_token_ids', "
+            f"and has {sorted(prompt.keys())}."
+        )
+    return prompt[keys.pop()]
+
+
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, numbers.Integral) and not isinstance(item, bool)
