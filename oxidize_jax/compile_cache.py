@@ -19,7 +19,7 @@ def enable_compile_cache() -> None:
     JAX itself drops entries that another version, device or processor cannot use. A folder
     that cannot be written leaves the cache off: it saves time and is no reason to fail.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     folder = cache_folder() / "xla"
     try:

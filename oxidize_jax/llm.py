@@ -38,7 +38,7 @@ from oxidize_jax.prompts import (
     single_text_or_ids,
 )
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.sampling.sampler import child_key
+from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.text.tokenizer import Tokenizer
 
 

@@ -72,14 +72,9 @@ def open_safetensors(folder: str | Path) -> OpenCheckpoint:
         tensors=tensors,
         config=config,
         refusal=refusal,
-        harmless=_harmless(tensors, tied=config is not None and config.tie_word_embeddings),
+        # Some tied checkpoints save the head as well; as in transformers, the embedding is used.
+        harmless=frozenset(n for n in tensors if n.endswith(_HARMLESS) or n == "lm_head.weight"),
     )
-
-
-def _harmless(tensors: Mapping[str, StoredTensor], tied: bool) -> frozenset[str]:
-    names = {name for name in tensors if name.endswith(_HARMLESS)}
-    # Some tied checkpoints save the head as well; as in transformers, the embedding is used.
-    return frozenset(names | {"lm_head.weight"} if tied else names)
 
 
 def _open_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[Path]]:

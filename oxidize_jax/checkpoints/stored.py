@@ -80,6 +80,6 @@ class OpenCheckpoint:
     """None where the model cannot be run; then ``refusal`` says why."""
     refusal: str = ""
     harmless: frozenset[str] = frozenset()
-    """Tensors in the file that no parameter needs and that may be left unread."""
+    """Tensors that may be left unread where no parameter asks for them."""
     row_maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Parameter -> i64[rows]: row of the parameter that each row in the file becomes."""
