@@ -95,8 +95,9 @@ def parameter_bytes(config: ModelConfig, dtype: Any) -> int:
 
 
 def _supported_config(opened: OpenCheckpoint) -> ModelConfig:
-    if opened.config is None:
-        raise UnsupportedModelError(f"{opened.path}: {opened.refusal}")
+    if opened.refusal is not None:
+        raise opened.refusal
+    assert opened.config is not None  # one of the two is there
     return opened.config
 
 

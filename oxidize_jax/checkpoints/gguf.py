@@ -46,13 +46,13 @@ def open_gguf(path: str | Path) -> OpenCheckpoint:
     architecture = str(header.metadata.get("general.architecture", "unknown"))
     tensors = {info.name: _stored_tensor(info, header) for info in header.tensors}
     _check_extents(header, tensors)
-    config, refusal, row_maps = None, "", {}
+    config, refusal, row_maps = None, None, {}
     try:
         config = config_from_gguf(header)
         _check_rope_factors(tensors.get(_ROPE_FACTORS))
         row_maps = _row_maps(config)
     except CheckpointError as error:
-        config, refusal = None, str(error).removeprefix(f"{header.path}: ")
+        config, refusal = None, error
     context = header.metadata.get(f"{architecture}.context_length")
     return OpenCheckpoint(
         path=header.path,

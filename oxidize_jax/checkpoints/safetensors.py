@@ -56,11 +56,11 @@ def open_safetensors(folder: str | Path) -> OpenCheckpoint:
     folder = Path(folder)
     raw = read_json_object(folder / CONFIG_FILE)
     tensors, files = _open_tensors(folder)
-    config, refusal = None, ""
+    config, refusal = None, None
     try:
-        config = config_from_hf(raw, source=CONFIG_FILE)
+        config = config_from_hf(raw, source=str(folder / CONFIG_FILE))
     except CheckpointError as error:
-        refusal = str(error)
+        refusal = error
     context = raw.get("max_position_embeddings")
     return OpenCheckpoint(
         path=folder,

@@ -78,7 +78,7 @@ class OpenCheckpoint:
     tensors: Mapping[str, StoredTensor]
     config: ModelConfig | None
     """None where the model cannot be run; then ``refusal`` says why."""
-    refusal: str = ""
+    refusal: CheckpointError | None = None
     harmless: frozenset[str] = frozenset()
     """Tensors that may be left unread where no parameter asks for them."""
     row_maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

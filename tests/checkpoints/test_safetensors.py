@@ -321,8 +321,15 @@ def test_unsupported_model_is_described_and_not_loaded(tmp_path, config, params)
     assert "model_type='qwen3'" in info.reason
     assert info.num_parameters == config.num_parameters
     assert info.context_length == 64
-    with pytest.raises(UnsupportedModelError, match="'qwen3'"):
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: model_type='qwen3'"):
         load_checkpoint(folder)
+
+
+def test_odd_config_is_not_called_unsupported(tmp_path, config, params):
+    folder = write_hf_folder(tmp_path, config, params, changes={"vocab_size": -1})
+    with pytest.raises(CheckpointError, match=r"config\.json: vocab_size=-1") as caught:
+        load_checkpoint(folder)
+    assert not isinstance(caught.value, UnsupportedModelError)
 
 
 @pytest.mark.parametrize("layers", [3, 2**31 - 1])
