@@ -1,0 +1,133 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from oxidize_jax.sampling.params import MAX_N, MAX_STOP_STRINGS, SamplingParams
+
+
+def refused(**fields) -> str:
+    (name,) = fields
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams(**fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": None,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop_token_ids": (),
+        "stop": (),
+        "ignore_eos": False,
+        "logprobs": None,
+        "skip_special_tokens": True,
+    }
+
+
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, "0.5", None, True, [1], 1j]
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, -1e-9, 1e9])
+def test_sm08_temperature_refuses(value):
+    assert repr(value) in refused(temperature=value)
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 1.0000001])
+def test_sm08_top_p_refuses(value):
+    assert repr(value) in refused(top_p=value)
+
+
+@pytest.mark.parametrize("value", [2.0, 1.5, math.nan, "4", None, True, -2, 2**31])
+def test_sm08_top_k_refuses(value):
+    refused(top_k=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, "16", True, 2**31])
+def test_sm08_max_tokens_refuses(value):
+    assert "None" in refused(max_tokens=value)
+
+
+@pytest.mark.parametrize("value", [0, MAX_N + 1, 10**6, 1.0, None, False])
+def test_n_refuses(value):
+    assert f"1 to {MAX_N}" in refused(n=value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**64, 1.0, "7", True])
+def test_sm04_seed_refuses_what_is_outside_64_bits(value):
+    assert str(2**64 - 1) in refused(seed=value)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
+def test_sm04_seed_keeps_every_64_bit_value(value):
+    assert SamplingParams(seed=value).seed == value
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, None, True])
+def test_min_tokens_refuses(value):
+    refused(min_tokens=value)
+
+
+def test_min_tokens_above_max_tokens_is_refused_with_both_numbers():
+    message = refused(min_tokens=17)
+    assert "17" in message
+    assert "16" in message
+    assert SamplingParams(min_tokens=17, max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize("value", [[97, -1], "5", 5, None, [1.0], [True], [2**31 + 5]])
+def test_sm16_stop_token_ids_refuses(value):
+    refused(stop_token_ids=value)
+
+
+@pytest.mark.parametrize("value", ["", [""], ["a", ""], [1], 5, ["a"] * (MAX_STOP_STRINGS + 1)])
+def test_stop_refuses(value):
+    refused(stop=value)
+
+
+def test_sv07_many_stop_strings_are_not_echoed():
+    assert len(refused(stop=["x" * 100] * 10**5)) < 200
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "3", True])
+def test_logprobs_refuses(value):
+    refused(logprobs=value)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])
+@pytest.mark.parametrize("value", [None, 1, "true"])
+def test_flags_refuse(name, value):
+    refused(**{name: value})
+
+
+def test_values_are_kept_in_python_types():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=1,
+        top_k=np.int64(3),
+        stop="end",
+        stop_token_ids=[np.int32(2), 5],
+    )
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 1.0, 3)
+    assert [type(v) for v in (params.temperature, params.top_p, params.top_k)] == [
+        float,
+        float,
+        int,
+    ]
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (2, 5)
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+@pytest.mark.parametrize("value", [-1, 0, 9999999])
+def test_sm09_top_k_off_and_beyond_any_vocabulary_are_accepted(value):
+    assert SamplingParams(top_k=value).top_k == value
