@@ -28,6 +28,8 @@ NOT_IN_RING = -1
 """``lru_pos`` of a block that is not cached (a mark that is compared, never an index)."""
 NO_SERIAL = 0
 """``serial`` of a block that is not registered."""
+_RENUMBER = 2**30
+"""Ring position from which the ring counts from 0 again: far inside 32 bits."""
 
 
 @state
@@ -296,7 +298,7 @@ def _push_cached(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool
     ring_size = pool.ring.shape[0]
     full = pool.ring_tail - pool.ring_head + count > ring_size
     ring, head, tail, lru_pos = lax.cond(
-        full,
+        (count > 0) & (full | (pool.ring_tail >= _RENUMBER)),
         _compact_ring,
         lambda p: (p.ring, p.ring_head, p.ring_tail, p.lru_pos),
         pool,
@@ -317,7 +319,8 @@ def _compact_ring(pool: BlockPool) -> tuple[jax.Array, jax.Array, jax.Array, jax
     """Drop the stale entries and count positions from 0 again.
 
     At most B entries are current and the ring has 2 B, so this runs at most once for B
-    releases, and positions stay far inside 32 bits.
+    releases. While evictions keep the ring short it would never be full: then it runs
+    when positions reach ``_RENUMBER``.
     """
     ring_size = pool.ring.shape[0]
     position = pool.ring_head + jnp.arange(ring_size, dtype=jnp.int32)

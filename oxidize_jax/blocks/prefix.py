@@ -120,17 +120,20 @@ def register(
 
     Returns:
       ``(pool, serial i32[n])``: the serial that the *next* block of each sequence names as
-      its parent. It is that of an equal block if one is registered already (then this one
-      stays unregistered, and is freed first), else that of this block. A block for which
-      the index has no room within ``PROBES`` is not registered; it only costs hits.
+      its parent. It is that of an equal block if one is registered already, or stands
+      before it in the list (then this one stays unregistered, and is freed first), else
+      that of this block. A block for which the index has no room within ``PROBES`` is not
+      registered; it only costs hits.
     """
     wanted = blocks < pool.num_blocks
     twin = find(pool, block_hash, tokens, parent)
-    fresh = wanted & (twin >= pool.num_blocks)
+    first = _first_equal(wanted, block_hash, tokens, parent)
+    lane = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    fresh = wanted & (twin >= pool.num_blocks) & (first == lane)
     serial = pool.next_serial + jnp.cumsum(fresh, dtype=jnp.int32) - 1
     index, slot = _insert(pool, jnp.where(fresh, blocks, pool.num_blocks), block_hash)
     placed = jnp.where(slot < index.shape[0], blocks, pool.num_blocks)
-    known = jnp.where(fresh, serial, at_index(pool.serial, twin, NO_SERIAL))
+    known = jnp.where(twin < pool.num_blocks, at_index(pool.serial, twin, 0), serial[first])
     pool = replace(
         pool,
         hashed=pool.hashed.at[placed].set(True, mode="drop"),
@@ -143,6 +146,21 @@ def register(
         next_serial=pool.next_serial + jnp.sum(fresh, dtype=jnp.int32),
     )
     return pool, known
+
+
+def _first_equal(
+    wanted: jax.Array, block_hash: jax.Array, tokens: jax.Array, parent: jax.Array
+) -> jax.Array:
+    """i32[n]: the first wanted lane that is equal to each lane, most often itself.
+
+    Sequences with one prompt that are prefilled together fill equal blocks in one step.
+    Of the lanes with one hash and parent only the first is compared by its tokens.
+    """
+    lane = jnp.arange(wanted.shape[0], dtype=jnp.int32)
+    same_hash = jnp.all(block_hash[:, None] == block_hash[None, :], axis=-1)
+    near = wanted & same_hash & (parent[:, None] == parent[None, :])
+    first = jnp.argmax(near, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.all(tokens[first] == tokens, axis=-1), first, lane)
 
 
 def _insert(pool: BlockPool, blocks: BlockId, block_hash: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from oxidize_jax.blocks.pool import NO_SERIAL, NOT_IN_RING, BlockPool
+from oxidize_jax.blocks.prefix import PROBES
 from oxidize_jax.scheduler.state import FINISHED, RUNNING, SchedulerState
 
 
@@ -33,7 +34,7 @@ def check_pool(pool: BlockPool) -> None:
     live = np.flatnonzero(pool.ref_count > 0)
     places = Counter([*free.tolist(), *cached.tolist(), *live.tolist()])
     _require(
-        len(places) == b and set(places.values()) <= {1},
+        set(places) == set(range(b)) and set(places.values()) <= {1},
         "free + cached + live is not every block once",
         {"free": free, "cached": cached, "live": live},
     )
@@ -63,6 +64,14 @@ def _check_index(pool: BlockPool) -> None:
     serials = pool.serial[hashed]
     _require(NO_SERIAL not in serials, "a hashed block has no serial", hashed)
     _require(len(set(serials.tolist())) == len(serials), "two blocks have one serial", serials)
+    newest = max([NO_SERIAL, *serials.tolist()])
+    _require(newest < int(pool.next_serial), "a serial is not given out yet", newest)
+    size = pool.index.shape[0]
+    probes = (slots - pool.block_hash[hashed, 0].astype(np.int64)) % size
+    _require(bool((probes < PROBES).all()), "a hash does not lead to its block", hashed)
+    rest = ~pool.hashed
+    _require(bool((pool.serial[rest] == NO_SERIAL).all()), "a serial of no registration", rest)
+    _require(bool((pool.index_slot[rest] == size).all()), "an index place of no entry", rest)
 
 
 def _check_rows(state: SchedulerState) -> None:
