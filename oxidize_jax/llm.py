@@ -37,8 +37,8 @@ from oxidize_jax.prompts import (
     as_prompts,
     single_text_or_ids,
 )
-from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.sampling.keys import child_key
+from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.text.tokenizer import Tokenizer
 
 

@@ -41,14 +41,8 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def state(cls: type[_T]) -> type[_T]:
-    """Frozen dataclass registered as a pytree; fields made by :func:`static` are metadata."""
-    cls = dataclasses.dataclass(frozen=True)(cls)  # type: ignore[assignment]
-    return jax.tree_util.register_dataclass(cls)  # type: ignore[arg-type]
-
-
-def static(**kwargs: Any) -> Any:
-    """Field that is part of the tree's structure: hashable, fixed at trace time."""
-    return dataclasses.field(metadata={"static": True}, **kwargs)
+    """Frozen dataclass registered as a pytree, every field a child."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
 def replace(obj: _T, **changes: Any) -> _T:

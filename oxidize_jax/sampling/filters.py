@@ -21,6 +21,10 @@ _TINY = np.float32(2.0**-126)
 _TINY_BITS, _INF_BITS = 0x00800000, 0x7F800000
 
 
+_Bracket = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Bounds of a threshold, ``i32[C]``, and how many values lie above each."""
+
+
 def kept_limit(distance: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """``limit f32[C]``: keep the tokens with ``distance < limit``; infinity keeps all.
 
@@ -117,11 +121,11 @@ def _smallest_limit(
     high = jnp.full_like(low, _INF_BITS)
     none, many = jnp.zeros_like(low), jnp.full_like(low, jnp.iinfo(jnp.int32).max)
 
-    def unsettled(carry: tuple[jax.Array, ...]) -> jax.Array:
+    def unsettled(carry: _Bracket) -> jax.Array:
         low, high, below_low, below_high = carry
         return jnp.any((high - low > 1) & (below_high - below_low > 1))
 
-    def halve(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def halve(carry: _Bracket) -> _Bracket:
         low, high, below_low, below_high = carry
         middle = low + (high - low) // 2
         is_enough, count = enough(lax.bitcast_convert_type(middle, jnp.float32))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def read_pieces(backend: tokenizers.Tokenizer, vocab_size: int) -> Pieces:
     kinds = [step["type"] for step in steps]
     if not kinds:
         raise ValueError("tokenizer without a decoder: how its tokens make text is not said.")
+    spell: Callable[[str], bytes]
+    spell_added: Callable[[str], bytes]
     if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()
         spell, spell_added, strip = lambda t: _byte_level(t, alphabet), str.encode, 0
