@@ -1,0 +1,130 @@
+"""What build refuses, and that a decoder is a plain static value."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oxidize_jax.model.functional import build, forward
+from oxidize_jax.model.transformer import parameter_shapes
+
+
+def test_parameter_shapes_of_every_kind(kit):
+    shapes = parameter_shapes(kit.configs["mha_untied_biased"])
+    assert shapes == {
+        "embed.weight": (37, 20),
+        "final_norm.weight": (20,),
+        "lm_head.weight": (37, 20),
+        "layers.input_norm.weight": (2, 20),
+        "layers.post_norm.weight": (2, 20),
+        "layers.q.weight": (2, 30, 20),
+        "layers.q.bias": (2, 30),
+        "layers.k.weight": (2, 30, 20),
+        "layers.k.bias": (2, 30),
+        "layers.v.weight": (2, 30, 20),
+        "layers.v.bias": (2, 30),
+        "layers.o.weight": (2, 20, 30),
+        "layers.o.bias": (2, 20),
+        "layers.gate.weight": (2, 28, 20),
+        "layers.gate.bias": (2, 28),
+        "layers.up.weight": (2, 28, 20),
+        "layers.up.bias": (2, 28),
+        "layers.down.weight": (2, 20, 28),
+        "layers.down.bias": (2, 20),
+    }
+    tied = parameter_shapes(kit.configs["gqa_tied"])
+    assert "lm_head.weight" not in tied
+    assert not [name for name in tied if name.endswith("bias")]
+
+
+def test_number_of_parameters_is_that_of_the_shapes(config):
+    total = sum(np.prod(shape) for shape in parameter_shapes(config).values())
+    assert total == config.num_parameters
+
+
+def test_ld06_missing_parameters_are_named(kit, config):
+    for name in parameter_shapes(config):
+        params = kit.params(config)
+        del params[name]
+        with pytest.raises(ValueError, match=f"'{name}'.*missing"):
+            build(config, params)
+
+
+def test_ld06_a_head_of_its_own_is_not_silently_ignored(kit):
+    config = kit.configs["gqa_tied"]
+    params = kit.params(config)
+    params["lm_head.weight"] = params["embed.weight"]
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is not one of this model"):
+        build(config, params)
+
+
+def test_wrong_shapes_are_named_with_both_shapes(kit, config):
+    for name, shape in parameter_shapes(config).items():
+        params = kit.params(config)
+        params[name] = jnp.zeros((*shape, 1), params[name].dtype)
+        with pytest.raises(ValueError, match=f"'{name}'") as caught:
+            build(config, params)
+        assert str(list(shape)) in str(caught.value)
+
+
+def test_mixed_dtypes_are_named(kit, config):
+    for name in parameter_shapes(config):
+        params = kit.params(config)
+        params[name] = params[name].astype(jnp.bfloat16)
+        with pytest.raises(ValueError, match=r"^parameter '[a-z_.]+' is (bfloat16|float32)"):
+            build(config, params)
+    params = {name: leaf.astype(jnp.float16) for name, leaf in kit.params(config).items()}
+    with pytest.raises(ValueError, match=r"'embed\.weight' is float16"):
+        build(config, params)
+
+
+def test_unknown_backend_and_kv_dtype(kit):
+    config = kit.configs["gqa_tied"]
+    with pytest.raises(ValueError, match=r"attention='flash'.*gather"):
+        build(config, kit.params(config), attention="flash")
+    for dtype in ("float16", "int8"):
+        with pytest.raises(ValueError, match=f"kv dtype={dtype}.*float32, bfloat16"):
+            build(config, kit.params(config), kv_dtype=dtype)
+
+
+def test_a_cache_of_another_shape_or_type_is_refused(kit):
+    config = kit.configs["gqa_tied"]
+    decoder, leaves = build(config, kit.params(config))
+    batch = kit.batch([kit.piece(0, [1], 0, [1, 2])], num_blocks=6, block_size=4)
+    kv = decoder.init_kv(6, 4)
+    for wrong in (kv[:-1], kv[:, :1], kv.astype(jnp.bfloat16)):
+        with pytest.raises(ValueError, match="init_kv"):
+            forward(decoder, leaves, wrong, batch, block_size=4)
+    with pytest.raises(ValueError, match="block_size=8"):
+        forward(decoder, leaves, kv, batch, block_size=8)
+
+
+def test_decoders_of_equal_configs_are_equal_and_hashable(kit, config):
+    first, _ = build(config, kit.params(config, seed=1))
+    second, _ = build(dataclasses.replace(config), kit.params(config, seed=2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.vocab_size == config.vocab_size
+
+
+def test_build_needs_no_memory_to_compile_for(kit, config):
+    params = jax.eval_shape(lambda: kit.params(config, dtype=jnp.bfloat16))
+    decoder, leaves = build(config, params, platform="cpu", kv_dtype="bfloat16")
+    assert leaves["layers.q.weight"].dtype == jnp.uint16
+    assert leaves["embed.weight"].dtype == jnp.bfloat16
+    kv = jax.eval_shape(lambda: decoder.init_kv(6, 4))
+    batch = kit.batch([kit.piece(0, [1], 0, [1, 2])], num_blocks=6, block_size=4)
+    logits, after = jax.eval_shape(decoder.forward, leaves, kv, batch)
+    assert logits.shape == (2, config.vocab_size)
+    assert after == kv
+
+
+def test_gpu_build_keeps_bfloat16_as_it_is(kit):
+    config = kit.configs["gqa_tied"]
+    decoder, leaves = build(
+        config, kit.params(config, dtype=jnp.bfloat16), platform="gpu", kv_dtype="bfloat16"
+    )
+    assert leaves["layers.q.weight"].dtype == jnp.bfloat16
+    assert decoder.init_kv(3, 4).dtype == jnp.bfloat16
