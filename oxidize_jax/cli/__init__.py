@@ -1,0 +1,129 @@
+"""The command ``oxidize-jax``: a thin shell round :class:`~oxidize_jax.llm.LLM`.
+
+Text goes to standard output and everything else to standard error, so that the output can
+be piped. Nothing here imports jax before the arguments are known to be good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from oxidize_jax.cli import generate, models
+from oxidize_jax.cli.interrupt import INTERRUPTED, interruptible
+from oxidize_jax.cli.parser import Parser, parse
+
+FAILED_RUN = 1
+BAD_INPUT = 2
+BROKEN_PIPE = 141
+"""As a shell reports a process that ended on SIGPIPE."""
+
+_COMMANDS = (generate, models)
+_EXAMPLES = """\
+examples:
+  oxidize-jax generate "What is the capital of France?"
+  echo "Name three seas." | oxidize-jax generate
+  oxidize-jax generate --file prompts.txt --json > answers.jsonl
+  oxidize-jax models                     what can be run, and what is here already
+  oxidize-jax models some/model.gguf     what is in a file, and how much memory it takes
+
+Text goes to standard output, all else to standard error. OXIDIZE_JAX_TRACEBACK=1 shows
+where an error comes from."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status.
+
+    0; 1 for a run that failed; 2 for arguments, prompts or a model that cannot be used; 130
+    after Ctrl-C; 141 if the reader of the output went away. Errors are one line on standard
+    error, with the traceback before it if ``OXIDIZE_JAX_TRACEBACK=1``. A programming error
+    keeps its traceback, and ``--help`` raises SystemExit as argparse does.
+    """
+    # XLA writes machine details and slow compilations to stderr as errors ("3" hides these);
+    # what is wrong with a run comes as an exception all the same. Read when jax is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # A console that lacks a character of the text shows a question mark and not an error.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        with interruptible():
+            status = _run(argv)
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _abandon_stdout()
+        return BROKEN_PIPE
+    except (ValueError, ImportError, OSError) as error:
+        return _report(error, BAD_INPUT)
+    except (RuntimeError, MemoryError) as error:
+        return _report(error, FAILED_RUN)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args = parse(parser, argv)
+    if args.version:
+        return _print_version()
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
+    return args.run(args)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="oxidize-jax",
+        description="Run a large language model with JAX, on a CPU, GPU or TPU.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="print the versions and the device, and exit"
+    )
+    commands = parser.add_subparsers(
+        dest="command",
+        metavar="COMMAND",
+        title="commands",
+        description="`oxidize-jax COMMAND --help` says more.",
+    )
+    for command in _COMMANDS:
+        command.add_parsers(commands)
+    return parser
+
+
+def _print_version() -> int:
+    import jax
+
+    from oxidize_jax import __version__
+
+    devices = jax.devices()
+    print(f"oxidize-jax {__version__}")
+    print(f"jax {jax.__version__}")
+    print(f"device {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    return 0
+
+
+def _report(error: BaseException, status: int) -> int:
+    """Say in one line what went wrong."""
+    if os.environ.get("OXIDIZE_JAX_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    print(f"oxidize-jax: error: {_one_line(error)}", file=sys.stderr)
+    return status
+
+
+def _one_line(error: BaseException) -> str:
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(message.split()) or type(error).__name__
+
+
+def _abandon_stdout() -> None:
+    """Nobody reads it any more: let the interpreter's last flush go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,123 @@
+"""``--stats``: where the time and the memory went."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oxidize_jax.outputs import RequestOutput
+
+_COMPILING = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class Stats:
+    """Times of one run, in seconds since it was made.
+
+    Compilation is every interval in which JAX traced, lowered or compiled a program or
+    fetched it from its disk cache. These intervals nest, so they are joined and not added.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.time()
+        self._spans: list[tuple[float, float]] = []
+        self._cache_hits = 0
+        self._loaded = self._first_text = self._end = 0.0
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take note of what JAX compiles within the block."""
+        from jax import monitoring
+
+        monitoring.register_event_duration_secs_listener(self._on_duration)
+        monitoring.register_event_listener(self._on_event)
+        try:
+            yield
+        finally:
+            monitoring.unregister_event_duration_listener(self._on_duration)
+            monitoring.unregister_event_listener(self._on_event)
+
+    def loaded(self) -> None:
+        """The model is in memory."""
+        self._loaded = time.time()
+
+    def text(self, num_tokens: int) -> None:
+        """Text of some more tokens has come."""
+        self._first_text = self._first_text or time.time()
+        self._completion_tokens += num_tokens
+
+    def finished(self, prompt_tokens: int) -> None:
+        """The last text has come."""
+        self._end = time.time()
+        self._prompt_tokens = prompt_tokens
+
+    def count(self, outputs: Sequence[RequestOutput]) -> None:
+        """All of it came in one piece."""
+        self._completion_tokens = sum(output.usage.completion_tokens for output in outputs)
+        self.finished(sum(output.usage.prompt_tokens for output in outputs))
+
+    def print(self) -> None:
+        """Write the table to standard error."""
+        rows = [
+            ("load", f"{self._loaded - self._start:.1f} s, model and imports"),
+            ("compile", f"{self._compiling(self._start, self._end):.1f} s, {self._cached()}"),
+        ]
+        if self._first_text:
+            waited = self._first_text - self._loaded
+            compiling = self._compiling(self._loaded, self._first_text)
+            rows.append(
+                ("first text", f"{waited:.2f} s after loading, {compiling:.2f} s of it compiling")
+            )
+        tokens = f"{self._prompt_tokens} in the prompts, {self._completion_tokens} generated"
+        rows += [("tokens", tokens), ("speed", self._speed())]
+        if peak := peak_memory_gib():
+            rows.append(("peak memory", f"{peak:.2f} GiB of this process"))
+        for name, value in rows:
+            print(f"{name:<12} {value}", file=sys.stderr)
+
+    def _speed(self) -> str:
+        compiling = self._compiling(self._loaded, self._end)
+        running = max(self._end - self._loaded - compiling, 1e-9)
+        rate = self._completion_tokens / running
+        return f"{rate:.1f} generated tokens/s in {running:.2f} s, without compiling"
+
+    def _cached(self) -> str:
+        return f"with {self._cache_hits} programs taken from the disk cache"
+
+    def _compiling(self, start: float, end: float) -> float:
+        """Seconds between ``start`` and ``end`` in which something was being compiled."""
+        total, reached = 0.0, start
+        for a, b in sorted(self._spans):
+            a, b = max(a, reached), min(b, end)
+            if b > a:
+                total, reached = total + b - a, b
+        return total
+
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event in _COMPILING:
+            now = time.time()
+            self._spans.append((now - duration_secs, now))
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        self._cache_hits += event == _CACHE_HIT
+
+
+def peak_memory_gib() -> float:
+    """Most memory this process has had resident, in GiB; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts KiB, macOS bytes.
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
