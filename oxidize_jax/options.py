@@ -61,16 +61,35 @@ class Options:
     """Check the whole state after every dispatch (slow; to hunt a fault)."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: must be one of {', '.join(DTYPES)}."
                 )
         gib = self.kv_cache_gib
-        if gib is not None and not (isinstance(gib, (int, float)) and 0 < gib < float("inf")):
+        if gib is not None and not 0 < gib < float("inf"):
             raise ValueError(f"kv_cache_gib={gib!r}: must be a positive number of GiB.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+        if self.seed < 0:
             raise ValueError(f"seed={self.seed!r}: must be a whole number, 0 or more.")
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str, os.PathLike), "text (in quotes, in a TOML file)"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
+        return
+    types, words = _KINDS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name}={value!r}: must be {words}.")
 
 
 def load_options(path: str | Path) -> dict[str, Any]:

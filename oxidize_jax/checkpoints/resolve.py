@@ -104,6 +104,11 @@ def _fetch_repo(repo_id: str, allow_download: bool) -> Path:
             local_files_only=not allow_download,
         )
     except Exception as error:
+        if not allow_download:
+            raise CheckpointError(
+                f"model={repo_id!r}: not in the Hugging Face cache of this machine; "
+                f"`hf download {repo_id}` or using the model fetches it."
+            ) from error
         # The hub raises from several families (HTTP, offline, gated, not cached); to the
         # user they are one thing, and its first line says which.
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -104,7 +104,8 @@ def _print_version() -> int:
     devices = jax.devices()
     print(f"oxidize-jax {__version__}")
     print(f"jax {jax.__version__}")
-    print(f"device {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    kind, platform = devices[0].device_kind, devices[0].platform
+    print(f"device {len(devices)} x {kind}" + (f" ({platform})" if platform != kind else ""))
     return 0
 
 

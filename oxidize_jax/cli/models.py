@@ -19,7 +19,8 @@ GGUF_TYPES = (
     "IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4"
 )
 _FORMATS = {
-    ".gguf file": f"with its tokenizer inside; tensors in {GGUF_TYPES}",
+    ".gguf file": "with its tokenizer inside; tensors in any type that the gguf package decodes: "
+    f"{GGUF_TYPES}",
     "folder": "as from Hugging Face: config.json, tokenizer.json and model.safetensors, in one "
     "file or in shards; tensors in F64 F32 F16 BF16",
     "org/name": "the same, fetched from Hugging Face (pip install 'oxidize_jax[hub]')",
@@ -102,7 +103,7 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
         if count < 1e9
         else f"{count / 1e9:,.2f} billion",
         "file size": binary_size(info.file_bytes),
-        "memory": f"{binary_size(info.bytes_float32)} in float32, "
+        "weights take": f"{binary_size(info.bytes_float32)} in float32, "
         f"{binary_size(info.bytes_bfloat16)} in bfloat16",
         "tensor types": ", ".join(f"{n} x {kind}" for kind, n in info.tensor_types.items()),
         "context": "not given" if info.context_length is None else f"{info.context_length} tokens",

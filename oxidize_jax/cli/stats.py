@@ -31,7 +31,7 @@ class Stats:
         self._spans: list[tuple[float, float]] = []
         self._cache_hits = 0
         self._loaded = self._first_text = self._end = 0.0
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._first_tokens = 0
         self._completion_tokens = 0
 
     @contextlib.contextmanager
@@ -53,7 +53,8 @@ class Stats:
 
     def text(self, num_tokens: int) -> None:
         """Text of some more tokens has come."""
-        self._first_text = self._first_text or time.time()
+        if not self._first_text:
+            self._first_text, self._first_tokens = time.time(), num_tokens
         self._completion_tokens += num_tokens
 
     def finished(self, prompt_tokens: int) -> None:
@@ -86,10 +87,14 @@ class Stats:
             print(f"{name:<12} {value}", file=sys.stderr)
 
     def _speed(self) -> str:
-        compiling = self._compiling(self._loaded, self._end)
-        running = max(self._end - self._loaded - compiling, 1e-9)
-        rate = self._completion_tokens / running
-        return f"{rate:.1f} generated tokens/s in {running:.2f} s, without compiling"
+        """Of a stream after its first text, of a batch from the prompts on."""
+        start = self._first_text or self._loaded
+        tokens = self._completion_tokens - self._first_tokens
+        seconds = self._end - start - self._compiling(start, self._end)
+        if tokens == 0 or seconds <= 0:
+            return "too few tokens to tell"
+        after = "after the first text" if self._first_text else "prompts included"
+        return f"{tokens / seconds:.1f} tokens/s, {after}, compiling left out"
 
     def _cached(self) -> str:
         return f"with {self._cache_hits} programs taken from the disk cache"
