@@ -1,0 +1,108 @@
+"""The whole transition: who is in the next step, by policy, and what never happens."""
+
+import numpy as np
+import pytest
+
+from oxidize_jax.scheduler.state import FINISHED, RUNNING, WAITING
+
+
+def test_a_new_request_joins_a_running_one_in_one_mixed_step(hand):
+    hand.submit([1, 2, 3])
+    hand("schedule")
+    hand.submit([4, 5, 6, 7, 8])
+    hand.step()
+    assert hand.scheduled == [1, 5, 0]
+    assert hand.state.plan.order.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        ("prefill_first", [[3, 5, 0], [0, 8, 0], [1, 3, 0], [1, 1, 0]]),
+        ("decode_first", [[3, 5, 0], [1, 7, 0], [1, 4, 0], [1, 1, 0]]),
+    ],
+)
+def test_policies_share_a_long_prompt_and_a_decode(make_hand, policy, steps):
+    hand = make_hand(policy=policy)
+    hand.submit([1] * 3, max_tokens=9)
+    hand.submit([2] * 16)
+    hand("schedule")
+    seen = [hand.scheduled]
+    for _ in steps[1:]:
+        hand.step()
+        seen.append(hand.scheduled)
+    assert seen == steps
+
+
+def test_a_decode_that_waits_for_prompts_keeps_its_new_block(hand):
+    hand.submit([1] * 4)
+    hand("schedule")
+    hand.submit([2] * 16)
+    hand.step()
+    assert hand.scheduled == [0, 8, 0]
+    assert hand.tables == [[0, 1], [2, 3], []]
+    hand.step()
+    assert hand.scheduled == [0, 8, 0]
+    hand.step()
+    assert hand.scheduled == [1, 1, 0]
+    assert hand.tables[0] == [0, 1]
+
+
+def test_nothing_is_admitted_in_a_step_that_preempted_and_the_preempted_comes_back_first(
+    make_hand,
+):
+    hand = make_hand(num_blocks=4)
+    hand.seat(([1] * 5, 4, 1), ([2] * 10, 9, 3))
+    hand.submit([3], priority=-5)
+    hand("schedule")
+    assert hand.in_rows == [0, None, None]  # two blocks are free, and one would do for it
+    assert hand.scheduled == [1, 0, 0]
+    assert hand.of("status")[:3] == [RUNNING, RUNNING, WAITING]
+    hand.step()
+    # 10 tokens need 3 blocks and 2 are free: the preempted one holds up the waiting one.
+    assert hand.in_rows == [0, None, None]
+    hand("abort", np.int32(0))
+    hand.step()
+    # It begins anew, before the more urgent one that never ran.
+    assert hand.in_rows == [1, None, None]
+    assert hand.scheduled == [8, 0, 0]
+
+
+def test_a_step_that_preempted_everybody_admits(make_hand):
+    hand = make_hand(num_blocks=4)
+    hand.seat(([1] * 17, 16, 4))
+    hand.submit([3] * 2)
+    hand("schedule")
+    assert hand.of("status")[:2] == [FINISHED, RUNNING]
+    assert hand.in_rows == [1, None, None]
+    assert hand.scheduled == [2, 0, 0]
+
+
+def test_finished_rows_are_free_for_the_next_in_line_in_the_same_step(hand):
+    for i in range(4):
+        hand.submit([i], max_tokens=1 if i == 1 else 3)
+    hand("schedule")
+    assert hand.in_rows == [0, 1, 2]
+    hand.step()
+    assert hand.in_rows == [0, 3, 2]
+    assert hand.state.plan.order.tolist() == [0, 2, 1]
+
+
+def test_an_idle_engine_plans_nothing(hand):
+    hand("schedule")
+    assert hand.scheduled == [0, 0, 0]
+    hand.submit([1, 2], max_tokens=1)
+    hand("schedule")
+    hand.step()
+    assert hand.scheduled == [0, 0, 0]
+    assert hand.of("status")[0] == FINISHED
+    assert hand.in_rows == [None] * 3
+
+
+def test_planning_again_before_the_step_changes_no_tables(hand):
+    hand.submit([1] * 3)
+    hand.submit([2] * 10)
+    hand("schedule")
+    tables, scheduled = hand.tables, hand.scheduled
+    hand("schedule")
+    assert (hand.tables, hand.scheduled) == (tables, scheduled)
