@@ -27,7 +27,9 @@ class Completion:
             tokenizer, prompt_token_ids, params.skip_special_tokens
         )
         self._stops = StopStrings(params.stop or ())
-        self._text: list[str] = []
+        self._text = ""
+        self._shown_text = self._shown_ids = 0
+        self._told_end = False
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._alternatives: list[dict[int, Logprob]] = []
@@ -45,34 +47,35 @@ class Completion:
         """Generated so far."""
         return len(self._ids)
 
-    def update(self, update: RequestUpdate) -> StreamDelta:
+    def update(self, update: RequestUpdate) -> None:
         """Take in what a dispatch brought; what follows a stop string is dropped."""
         self.num_cached_tokens = update.num_cached_tokens
-        before, text = len(self._ids), ""
         last = len(update.token_ids) - 1
         for i, token in enumerate(update.token_ids):
             self._append(update, i)
             # The text of the token that ended a generation is not part of it.
             if update.finish_reason == "stop" and i == last:
                 break
-            text += self._stops.add(self._detokenizer.add([token]))
+            self._text += self._stops.add(self._detokenizer.add([token]))
             if self._stops.matched is not None:
                 break
-        text += self._finish(update)
-        self._text.append(text)
-        return StreamDelta(
-            index=self._index,
-            text=text,
-            token_ids=tuple(self._ids[before:]),
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-        )
+        self._text += self._finish(update)
+
+    def delta(self) -> StreamDelta | None:
+        """What is new since the last call; None if there is no text and no end to show."""
+        text, ended = self._text[self._shown_text :], self.finish_reason is not None
+        if self._told_end or not (text or ended):
+            return None
+        ids = tuple(self._ids[self._shown_ids :])
+        self._shown_text, self._shown_ids = len(self._text), len(self._ids)
+        self._told_end = ended
+        return StreamDelta(self._index, text, ids, self.finish_reason, self._stop_reason)
 
     def output(self) -> CompletionOutput:
         """All of it so far."""
         return CompletionOutput(
             index=self._index,
-            text="".join(self._text),
+            text=self._text,
             token_ids=tuple(self._ids),
             cumulative_logprob=float(sum(self._logprobs)),
             logprobs=None if self._params.logprobs is None else tuple(self._alternatives),

@@ -208,17 +208,16 @@ class LLM:
 
     def _stream(self, group: _Group) -> Iterator[StreamDelta]:
         self._start(group)
-        held: dict[int, tuple[int, ...]] = {}
         try:
-            while not group.finished:
-                for request_id, delta in self._dispatch(1, [group]):
-                    if request_id not in group.ids:
-                        continue
-                    ids = held.pop(delta.index, ()) + delta.token_ids
-                    if delta.text or delta.finish_reason:
-                        yield dataclasses.replace(delta, token_ids=ids)
-                    else:
-                        held[delta.index] = ids
+            while True:
+                # Deltas wait in the completions: another stream's dispatch may make them,
+                # even while this one stands at its yield.
+                fresh = [delta for c in group.completions if (delta := c.delta()) is not None]
+                yield from fresh
+                if not fresh and group.finished:
+                    return
+                if not fresh:
+                    self._dispatch(1, [group])
         finally:
             self._abandon(group)
 
@@ -236,10 +235,10 @@ class LLM:
             if self._running.pop(request_id, None) is not None:
                 self.engine.abort(request_id)
 
-    def _dispatch(self, max_steps: int, waiting: list[_Group]) -> list[tuple[int, StreamDelta]]:
+    def _dispatch(self, max_steps: int, waiting: list[_Group]) -> None:
         """Run some steps for everyone. Raises EngineStepError if ``waiting`` lost a request."""
-        updates = self.engine.step(max_steps)
-        deltas = [(update.request_id, self._apply(update)) for update in updates]
+        for update in self.engine.step(max_steps):
+            self._apply(update)
         for group in waiting:
             for request_id, completion in zip(group.ids, group.completions, strict=True):
                 if completion.finish_reason is None and not self.engine.has(request_id):
@@ -247,16 +246,14 @@ class LLM:
                         f"request {request_id} was lost in a failed step of another caller: "
                         "submit it again."
                     )
-        return deltas
 
-    def _apply(self, update: RequestUpdate) -> StreamDelta:
+    def _apply(self, update: RequestUpdate) -> None:
         completion = self._running[update.request_id]
-        delta = completion.update(update)
+        completion.update(update)
         if completion.finish_reason is not None:
             del self._running[update.request_id]
             if completion.matched_stop_string:
                 self.engine.abort(update.request_id)
-        return delta
 
 
 class _Group:

@@ -1,0 +1,46 @@
+"""One tiny model and one engine configuration for all tests of the LLM interface."""
+
+import pytest
+from tiny_model import write_tiny_model
+
+from oxidize_jax import LLM
+
+SIZES = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "max_logprobs": 3,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def make_llm(tiny_path):
+    def make(**options):
+        return LLM(tiny_path, **{**SIZES, **options})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llm(make_llm):
+    return make_llm(check_invariants=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    """After each test no request is left and every block is free or cached."""
+    yield
+    if "llm" not in request.fixturenames:
+        return
+    llm = request.getfixturevalue("llm")
+    assert llm.engine.num_unfinished == 0
+    llm.engine.step()
+    pool = llm.engine.state.scheduler.pool
+    assert int(pool.num_free) + int(pool.num_cached) == llm.config.num_blocks

@@ -1,0 +1,312 @@
+"""LLM: what goes in and out, and that neighbours, chunks and streams change nothing."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from oxidize_jax import LLM, SamplingParams
+from oxidize_jax.model.reference import reference_forward
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+WARM = SamplingParams(temperature=1, max_tokens=12, seed=7, ignore_eos=True)
+
+
+def ids_of(outputs):
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+def test_one_and_many_prompts_in_every_form(llm):
+    text = "Hello"
+    ids = llm.tokenizer.encode(text)
+    (one,) = llm.generate(text, GREEDY)
+    assert one.prompt == text
+    assert one.prompt_token_ids == tuple(ids)
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}, np.array(ids)]
+    many = llm.generate(forms, GREEDY)
+    assert ids_of(many) == [[one.outputs[0].token_ids]] * len(forms)
+    assert [output.prompt for output in many] == [text, None, text, None, None]
+    assert ids_of(llm.generate(ids, GREEDY)) == ids_of([one])
+    assert llm.generate([], GREEDY) == []
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_the_dense_model(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    (output,) = llm.generate("The sea", params)
+    completion = output.outputs[0]
+    tokens = list(output.prompt_token_ids)
+    leaves = {n: np.asarray(a) for n, a in llm.engine.params.items()}
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        logits = np.asarray(
+            reference_forward(llm.model_config, leaves, np.array(tokens, np.int32))
+        )[-1].astype(np.float64)
+        logprobs = logits - logits.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
+        best = np.argsort(-logprobs)[:3].tolist()
+        assert token == best[0]
+        assert list(entry) == best
+        assert [entry[i].rank for i in best] == [1, 2, 3]
+        for i in best:
+            assert entry[i].logprob == pytest.approx(logprobs[i], abs=1e-4)
+        tokens.append(token)
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True))
+    )
+
+
+def test_logprobs_none_zero_and_outside_the_alternatives(llm):
+    none, zero, one = llm.generate(
+        ["a"] * 3,
+        [SamplingParams(seed=1, max_tokens=9, logprobs=k, temperature=5) for k in (None, 0, 1)],
+    )
+    assert none.outputs[0].logprobs is None
+    tokens = none.outputs[0].token_ids
+    assert zero.outputs[0].token_ids == one.outputs[0].token_ids == tokens
+    assert [list(entry) for entry in zero.outputs[0].logprobs] == [[t] for t in tokens]
+    outside = [e[t].rank is None for t, e in zip(tokens, one.outputs[0].logprobs, strict=True)]
+    assert any(outside)
+    assert all(len(e) == 1 + o for e, o in zip(one.outputs[0].logprobs, outside, strict=True))
+
+
+def test_a_seed_gives_the_same_tokens_alone_batched_and_under_any_cut(llm, make_llm):
+    prompts = ["a", "Hello there, how is the weather", "xyz" * 9, "0123456789"]
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=12, ignore_eos=True)
+        for t, k, p, s in [(1, 0, 1, 0), (0.7, 5, 1, 2**64 - 1), (2, 0, 0.9, 3), (0, 0, 1, None)]
+    ]
+    alone = [ids_of(llm.generate(prompt, p)) for prompt, p in zip(prompts, params, strict=True)]
+    together = [[ids] for ids in ids_of(llm.generate(prompts, params))]
+    assert together == alone
+    reversed_order = ids_of(llm.generate(prompts[::-1], params[::-1]))[::-1]
+    assert [[ids] for ids in reversed_order] == alone
+    # One block for each 4 tokens, and too few: every row is preempted sooner or later.
+    tight = make_llm(num_blocks=14, max_num_batched_tokens=5, policy="decode_first")
+    assert [[ids] for ids in ids_of(tight.generate(prompts, params))] == alone
+    assert int(tight.engine.state.scheduler.totals.preemptions) > 0
+
+
+def test_n_children_differ_repeat_and_the_first_is_the_lone_one(llm):
+    params = SamplingParams(n=3, temperature=1, seed=11, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate("Hello", params)
+    children = [c.token_ids for c in output.outputs]
+    assert len(set(children)) == 3
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert output.usage.completion_tokens == 36
+    assert ids_of(llm.generate("Hello", params)) == [children]
+    (lone,) = llm.generate(
+        "Hello", SamplingParams(temperature=1, seed=11, max_tokens=12, ignore_eos=True)
+    )
+    assert lone.outputs[0].token_ids == children[0]
+
+
+def test_requests_without_a_seed_differ_from_each_other_and_repeat_with_the_engines(make_llm):
+    params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True)
+
+    def run(seed):
+        llm = make_llm(seed=seed)
+        return ids_of(llm.generate(["a", "a"], params))
+
+    first = run(1)
+    assert first[0] != first[1]
+    assert run(1) == first
+    assert run(2) != first
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, SamplingParams(n=2, seed=5, max_tokens=9)])
+def test_stream_joined_is_the_one_shot_result(llm, params):
+    deltas = list(llm.stream("Once upon", params))
+    (output,) = llm.generate("Once upon", params)
+    for completion in output.outputs:
+        mine = [d for d in deltas if d.index == completion.index]
+        assert "".join(d.text for d in mine) == completion.text
+        assert sum((d.token_ids for d in mine), ()) == completion.token_ids
+        assert [d.finish_reason for d in mine][-1] == completion.finish_reason
+        assert all(d.finish_reason is None for d in mine[:-1])
+
+
+def test_streams_interleave_and_a_closed_one_is_aborted(llm):
+    (a,), (b,) = llm.generate("aaa", WARM), llm.generate("bbb", WARM)
+    first, second, third = (llm.stream(p, WARM) for p in ("aaa", "bbb", "ccc"))
+    next(third)
+    got = {"a": "", "b": ""}
+    for delta_a, delta_b in itertools.zip_longest(first, second):
+        got["a"] += delta_a.text if delta_a else ""
+        got["b"] += delta_b.text if delta_b else ""
+    assert got == {"a": a.outputs[0].text, "b": b.outputs[0].text}
+    third.close()
+    assert llm.engine.num_unfinished == 0
+
+
+def test_a_stop_string_cuts_text_and_ends_the_request(llm):
+    (whole,) = llm.generate("Hello", WARM)
+    text = whole.outputs[0].text
+    stop = text[4:6]
+    cut = text.index(stop)
+    params = SamplingParams(
+        temperature=1, max_tokens=12, seed=7, ignore_eos=True, stop=["@@", stop]
+    )
+    (output,) = llm.generate("Hello", params)
+    completion = output.outputs[0]
+    assert completion.text == text[:cut]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == whole.outputs[0].token_ids[: len(completion.token_ids)]
+    assert len(completion.token_ids) < len(whole.outputs[0].token_ids)
+    assert "".join(d.text for d in llm.stream("Hello", params)) == text[:cut]
+
+
+def test_stop_token_ids_end_without_their_text_and_say_so(llm):
+    (whole,) = llm.generate("Hello", WARM)
+    ids = whole.outputs[0].token_ids
+    stop = next(t for i, t in enumerate(ids) if i > 2 and t not in ids[:i])
+    at = ids.index(stop)
+    params = SamplingParams(
+        temperature=1, max_tokens=12, seed=7, ignore_eos=True, stop_token_ids=[stop]
+    )
+    completion = llm.generate("Hello", params)[0].outputs[0]
+    assert completion.token_ids == ids[: at + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == llm.tokenizer.decode(ids[:at], prompt_ids=whole.prompt_token_ids)
+    later = dataclasses.replace(WARM, stop_token_ids=[stop], min_tokens=12)
+    held = llm.generate("Hello", later)[0].outputs[0]
+    assert stop not in held.token_ids
+    assert len(held.token_ids) == 12
+
+
+def test_end_of_sequence_stops_unless_ignored(make_llm):
+    llm = make_llm()
+    eos = llm.tokenizer.eos_token_ids[0]
+    prompt = llm.tokenizer.encode("x")
+    # A head that likes <|im_end|> most: copy its row where greedy decoding will look.
+    head = np.array(llm.engine.params["lm_head.weight"])
+    (free,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    best = free.outputs[0].token_ids[0]
+    head[[eos, best]] = head[[best, eos]]
+    llm.engine.params = {**llm.engine.params, "lm_head.weight": head}
+    (stopped,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3))
+    assert stopped.outputs[0].token_ids == (eos,)
+    assert stopped.outputs[0].text == ""
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", None)
+    (ignored,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(ignored.outputs[0].token_ids) == 3
+    (forced,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, min_tokens=2))
+    assert eos not in forced.outputs[0].token_ids[:2]
+
+
+def test_usage_counts_prompt_completion_and_cached_tokens(llm):
+    prompt = "a prompt of its own, " * 2
+    first = llm.generate(prompt, GREEDY)[0]
+    again = llm.generate(prompt, GREEDY)[0]
+    assert ids_of([first]) == ids_of([again])
+    assert first.usage.prompt_tokens == len(prompt)
+    assert first.usage.completion_tokens == len(first.outputs[0].token_ids)
+    assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+    assert first.usage.cached_tokens == 0
+    assert again.usage.cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+def test_max_tokens_none_fills_the_context(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate("Hello", params)
+    assert len(output.outputs[0].token_ids) == 64 - 5
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_sc02_a_request_that_outgrows_the_pool_keeps_its_tokens(make_llm):
+    llm = make_llm(num_blocks=4)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    long, short = llm.generate(["0123456789", "ab"], [params, GREEDY])
+    assert long.outputs[0].finish_reason == "length"
+    assert long.outputs[0].stop_reason == "kv_cache_exhausted"
+    assert len(long.outputs[0].token_ids) == 16 - 10 + 1
+    assert short.outputs[0].finish_reason in ("length", "stop")
+
+
+def test_chat_uses_the_template_for_one_and_for_many(llm):
+    conversation = [{"role": "user", "content": "Hi"}]
+    (one,) = llm.chat(conversation, GREEDY)
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert llm.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False) == expected
+    many = llm.chat([conversation, conversation], GREEDY)
+    assert ids_of(many) == ids_of([one]) * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "prompt is empty"),
+        ([[]], "0 tokens"),
+        (["fine", ""], r"prompts\[1\]: prompt is empty"),
+        ("x" * 64, "64 tokens, but max_model_len=64"),
+        ([1, 2, 259], r"prompt_token_ids\[2\]=259: .* 0 to 258"),
+        ([[1, -1]], r"prompt_token_ids\[1\]=-1"),
+        ([[1, 2**40]], r"prompt_token_ids\[1\]=1099511627776"),
+        ([[1, True]], r"prompt_token_ids\[1\]=True"),
+        ([[1, "a"]], r"prompt_token_ids\[1\]='a'"),
+        ({"text": "a"}, "exactly one of"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one of"),
+        (None, "NoneType"),
+        (3, "int"),
+        (b"a", "bytes"),
+        ([None], "NoneType"),
+    ],
+)
+def test_bad_prompts_are_one_line_and_nothing_runs(llm, prompts, message):
+    steps = int(llm.engine.state.scheduler.totals.steps)
+    with pytest.raises(ValueError, match=message) as error:
+        llm.generate(prompts, GREEDY)
+    assert "\n" not in str(error.value)
+    assert llm.engine.num_unfinished == 0
+    assert int(llm.engine.state.scheduler.totals.steps) == steps
+
+
+@pytest.mark.parametrize("messages", [None, "hi", [], [{}], [{"role": "user"}], [["x"]], [3]])
+def test_bad_conversations_are_refused(llm, messages):
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat(messages, GREEDY)
+
+
+def test_parameters_must_match_the_prompts_and_the_engine(llm):
+    with pytest.raises(ValueError, match="2 entries for 1 prompts"):
+        llm.generate("a", [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="sampling_params is float"):
+        llm.generate("a", 0.5)
+    with pytest.raises(ValueError, match="max_logprobs=3"):
+        llm.generate("a", SamplingParams(logprobs=4))
+    with pytest.raises(ValueError, match=r"stop_token_ids\[0\]=259"):
+        llm.generate("a", SamplingParams(ignore_eos=True, stop_token_ids=[259]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_length": 9}, "Did you mean 'max_model_len'"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"max_model_len": 129}, "max_model_len=129 .* 128 positions"),
+        ({"max_model_len": 1}, "max_model_len=1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"block_size": 2.5}, r"block_size=2\.5"),
+        ({"policy": "fair"}, "policy='fair'"),
+        ({"attention": "flash"}, "flash"),
+        ({"kv_cache_gib": math.nan}, "kv_cache_gib=nan"),
+        ({"kv_cache_gib": 1e-6}, "lower max_model_len"),
+        ({"seed": -1}, "seed=-1"),
+        ({"tokenizer": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_bad_options_are_one_line(make_llm, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_llm(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_model_names_what_was_looked_for():
+    with pytest.raises(ValueError, match=r"no-such\.gguf"):
+        LLM("./no-such.gguf")
+
+
+def test_bfloat16_weights_and_cache_run(make_llm):
+    llm = make_llm(dtype="bfloat16")
+    (output,) = llm.generate("Hello", GREEDY)
+    assert len(output.outputs[0].token_ids) == 8
