@@ -45,12 +45,13 @@ def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     return tuple(decode + mixed)
 
 
-def select_bucket(config: EngineConfig, num_scheduled: jax.Array) -> jax.Array:
-    """i32[]: index into :func:`buckets` of the smallest that holds ``num_scheduled i32[S]``.
+def select_bucket(
+    config: EngineConfig, shapes: tuple[Bucket, ...], num_scheduled: jax.Array
+) -> jax.Array:
+    """i32[]: index of the first of ``shapes`` that holds ``num_scheduled i32[S]``.
 
-    It is the number of buckets where nothing is scheduled.
+    It is ``len(shapes)`` where nothing is scheduled.
     """
-    shapes = buckets(config)
     tokens = jnp.sum(num_scheduled, dtype=jnp.int32)
     tiles = jnp.sum(tiles_for(num_scheduled, config.prefill_tile), dtype=jnp.int32)
     room = jnp.array([b.tokens for b in shapes], jnp.int32)

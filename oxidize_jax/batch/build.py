@@ -41,7 +41,7 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
     no_slot = config.num_blocks * config.block_size
 
     kv_lens = jnp.where(scheduled > 0, computed + scheduled, 0)
-    sampling = (scheduled > 0) & (kv_lens == _of_request(requests.num_tokens, rows.request))
+    sampling = sampling_rows(state)
     sample_rows = _pack(layout.rows, sampling[layout.rows], bucket.samples, seqs)
     last = jnp.where(scheduled > 0, start + scheduled - 1, t)
     decode = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
@@ -62,6 +62,14 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
         copy_dst=state.plan.copy_dst,
         num_copies=state.plan.num_copies,
     )
+
+
+def sampling_rows(state: SchedulerState) -> jax.Array:
+    """bool[S]: rows whose planned tokens are the last that are not computed yet."""
+    request, scheduled = state.rows.request, state.plan.num_scheduled
+    computed = _of_request(state.requests.num_computed, request)
+    total = _of_request(state.requests.num_tokens, request)
+    return (scheduled > 0) & (computed + scheduled == total)
 
 
 class _Layout:

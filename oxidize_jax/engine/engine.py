@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from oxidize_jax.batch.buckets import buckets
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state
@@ -96,7 +95,6 @@ class Engine:
         self.model = model
         self.params = params
         self._check = check_invariants
-        self._idle = len(buckets(config))
         self._ids = itertools.count()
         self._queue: list[tuple[int, int, EngineRequest]] = []
         self._reset()
@@ -105,7 +103,6 @@ class Engine:
         """A fresh device state. What had a slot is forgotten; the host queue stays."""
         r = self.config.max_num_requests
         self.state: EngineState = init_state(self.config, self.model)
-        self._next_bucket = self._idle
         self._slots: list[int | None] = [None] * r
         self._requests: dict[int, tuple[int, EngineRequest]] = {}
         self._cursor = np.zeros((r,), np.int32)
@@ -141,7 +138,7 @@ class Engine:
         return True
 
     def step(self, max_steps: int = STEPS_PER_DISPATCH) -> list[RequestUpdate]:
-        """Let the device make up to ``max_steps`` steps of one shape; return what is new.
+        """Let the device make up to ``max_steps`` steps; return what is new.
 
         Raises EngineStepError if a step fails; the state is then made anew, without the
         requests that were on the device.
@@ -150,18 +147,9 @@ class Engine:
             raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
         try:
             self._fill_slots()
-            if self._next_bucket == self._idle:
-                self._update(programs.plan(self.config, self.state.scheduler))
-                self._next_bucket = int(self._drain().next_bucket)
-            if self._next_bucket != self._idle:
-                self.state = programs.run(
-                    self.config,
-                    self.model,
-                    self._next_bucket,
-                    self.params,
-                    self.state,
-                    np.int32(max_steps),
-                )
+            self.state = programs.run(
+                self.config, self.model, self.params, self.state, np.int32(max_steps)
+            )
             return self._collect(self._drain())
         except BaseException as error:
             # The state was donated: whatever stopped the run, it cannot be used again.
@@ -249,7 +237,6 @@ class Engine:
 
     def _collect(self, drained: programs.Drained) -> list[RequestUpdate]:
         """Updates of the requests that moved; frees the slots of those that are done."""
-        self._next_bucket = int(drained.next_bucket)
         ended = (drained.status == FINISHED) & (drained.row == self.config.max_num_seqs)
         moved = (drained.num_tokens > self._cursor) | ended
         updates = []

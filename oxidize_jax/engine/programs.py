@@ -10,11 +10,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from oxidize_jax.batch.buckets import select_bucket
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.step import EngineState, Model, Params, run_bucket
+from oxidize_jax.engine.step import EngineState, Model, Params, run_steps
 from oxidize_jax.scheduler import submit as submission
-from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.types import replace, state
 
@@ -23,8 +21,6 @@ from oxidize_jax.types import replace, state
 class Drained:
     """What the host reads after a dispatch, for W steps and A logprob alternatives."""
 
-    next_bucket: jax.Array
-    """i32[]: bucket of the next step; the number of buckets when idle."""
     status: jax.Array
     """i32[R]"""
     finish_reason: jax.Array
@@ -47,23 +43,12 @@ class Drained:
     """f32[R, W, A]"""
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def run(
-    config: EngineConfig,
-    model: Model,
-    bucket: int,
-    params: Params,
-    state: EngineState,
-    limit: jax.Array,
+    config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
 ) -> EngineState:
-    """:func:`~oxidize_jax.engine.step.run_bucket` for at most ``limit i32[]`` steps."""
-    return run_bucket(config, model, bucket, params, state, limit)[0]
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def plan(config: EngineConfig, state: SchedulerState) -> SchedulerState:
-    """Plan anew. Only for a state whose plan is empty: planned copies would be lost."""
-    return schedule(config, state)
+    """:func:`~oxidize_jax.engine.step.run_steps`"""
+    return run_steps(config, model, params, state, limit)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -91,7 +76,6 @@ def drain(config: EngineConfig, state: SchedulerState, cursor: jax.Array, width:
         return values.at[lane, place].get(mode="fill", fill_value=0)
 
     return Drained(
-        next_bucket=select_bucket(config, state.plan.num_scheduled),
         status=requests.status,
         finish_reason=requests.finish_reason,
         row=requests.row,

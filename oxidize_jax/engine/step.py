@@ -1,8 +1,7 @@
-"""One step of the engine as a pure function, and the loop over steps of one shape.
+"""One step of the engine as a pure function, and the loop over steps.
 
-``batch <- plan -> forward -> sample -> commit -> schedule`` : a step ends by planning the
-next one, so a loop can look at the plan and decide, on the device, whether the next step
-still has its shape.
+``plan -> batch -> forward -> sample -> commit -> schedule``: a step ends by planning the
+next one. The whole loop is one program: no step needs the host.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from oxidize_jax.batch.buckets import Bucket, buckets, select_bucket
-from oxidize_jax.batch.build import build_batch
+from oxidize_jax.batch.build import build_batch, sampling_rows
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.sampling.sampler import SamplingArrays, sample
+from oxidize_jax.sampling.sampler import SampleOutput, SamplingArrays, sample
 from oxidize_jax.scheduler.commit import commit
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import NO_TOKEN, SchedulerState, init_scheduler
@@ -60,43 +59,99 @@ def init_state(config: EngineConfig, model: Model) -> EngineState:
     )
 
 
-def engine_step(
-    config: EngineConfig, model: Model, bucket: Bucket, params: Params, state: EngineState
+def run_steps(
+    config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
 ) -> EngineState:
-    """Execute the plan, whose tokens must fit ``bucket``, and plan the next step."""
-    batch = build_batch(config, bucket, state.scheduler)
-    logits, kv = model.forward(params, state.kv, batch)
-    arrays = sampling_arrays(state.scheduler, batch.sample_rows)
-    sampled = sample(logits, arrays, config.max_logprobs)
-    scheduler = commit(config, state.scheduler, batch.sample_rows, sampled)
+    """Up to ``limit i32[]`` steps, fewer if everything finishes; plans first where nothing is.
+
+    A state in which nothing is planned afterwards is idle: all its requests have finished.
+    """
+
+    def goes_on(carry: tuple[EngineState, jax.Array, jax.Array]) -> jax.Array:
+        state, turn, steps = carry
+        return ((turn == 0) | _has_plan(state)) & (steps < limit)
+
+    def body(
+        carry: tuple[EngineState, jax.Array, jax.Array],
+    ) -> tuple[EngineState, jax.Array, jax.Array]:
+        state, turn, steps = carry
+        steps = steps + _has_plan(state).astype(jnp.int32)
+        return engine_step(config, model, params, state), turn + 1, steps
+
+    zero = jnp.zeros((), jnp.int32)
+    return lax.while_loop(goes_on, body, (state, zero, zero))[0]
+
+
+def engine_step(
+    config: EngineConfig,
+    model: Model,
+    params: Params,
+    state: EngineState,
+    shapes: tuple[Bucket, ...] | None = None,
+) -> EngineState:
+    """Execute the plan, if there is one, commit it, and plan the next step.
+
+    ``shapes`` are the buckets to choose from, by default all of the configuration; the last
+    must hold every plan.
+    """
+    kv, samples = _execute(config, model, shapes or buckets(config), params, state)
+    scheduler = state.scheduler
+    row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
+    sample_rows = jnp.where(sampling_rows(scheduler), row, config.max_num_seqs)
+    scheduler = commit(config, scheduler, sample_rows, samples)
     return EngineState(scheduler=schedule(config, scheduler), kv=kv)
 
 
-def run_bucket(
+def _execute(
     config: EngineConfig,
     model: Model,
-    index: int,
+    shapes: tuple[Bucket, ...],
     params: Params,
     state: EngineState,
-    limit: jax.Array,
-) -> tuple[EngineState, jax.Array]:
-    """Step while the plan has the shape of bucket ``index``, at most ``limit i32[]`` times.
+) -> tuple[Any, SampleOutput]:
+    """Run the model in the smallest shape that holds the plan; ``(kv, samples by row)``.
 
-    Returns ``(state, steps i32[])``, the number of steps made. A loop per shape, rather
-    than a switch over shapes within one loop, is what keeps XLA from copying the cache.
+    Each shape is a loop that runs once or not at all. A conditional would do, but XLA copies
+    the whole cache to get it into and out of a conditional, and loops work in place.
     """
-    bucket = buckets(config)[index]
+    scheduler = state.scheduler
+    chosen = select_bucket(config, shapes, scheduler.plan.num_scheduled)
+    carry = (state.kv, _no_samples(config), jnp.zeros((), jnp.bool_))
+    for index, shape in enumerate(shapes):
 
-    def same_shape(carry: tuple[EngineState, jax.Array]) -> jax.Array:
-        state, steps = carry
-        chosen = select_bucket(config, state.scheduler.plan.num_scheduled)
-        return (chosen == index) & (steps < limit)
+        def is_due(carry: tuple[Any, SampleOutput, jax.Array], index: int = index) -> jax.Array:
+            return (chosen == index) & ~carry[2]
 
-    def body(carry: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
-        state, steps = carry
-        return engine_step(config, model, bucket, params, state), steps + 1
+        def run(
+            carry: tuple[Any, SampleOutput, jax.Array], shape: Bucket = shape
+        ) -> tuple[Any, SampleOutput, jax.Array]:
+            kv, samples, _ = carry
+            batch = build_batch(config, shape, scheduler)
+            logits, kv = model.forward(params, kv, batch)
+            arrays = sampling_arrays(scheduler, batch.sample_rows)
+            drawn = sample(logits, arrays, config.max_logprobs)
+            samples = jax.tree.map(
+                lambda rows, new: rows.at[batch.sample_rows].set(new, mode="drop"), samples, drawn
+            )
+            return kv, samples, jnp.ones((), jnp.bool_)
 
-    return lax.while_loop(same_shape, body, (state, jnp.zeros((), jnp.int32)))
+        carry = lax.while_loop(is_due, run, carry)
+    return carry[0], carry[1]
+
+
+def _no_samples(config: EngineConfig) -> SampleOutput:
+    """Room for one sample of each row."""
+    s, a = config.max_num_seqs, config.max_logprobs
+    return SampleOutput(
+        tokens=jnp.zeros((s,), jnp.int32),
+        logprobs=jnp.zeros((s,), jnp.float32),
+        top_ids=jnp.zeros((s, a), jnp.int32),
+        top_logprobs=jnp.zeros((s, a), jnp.float32),
+    )
+
+
+def _has_plan(state: EngineState) -> jax.Array:
+    return jnp.any(state.scheduler.plan.num_scheduled > 0)
 
 
 def sampling_arrays(state: SchedulerState, sample_rows: jax.Array) -> SamplingArrays:

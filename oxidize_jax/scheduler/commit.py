@@ -44,7 +44,7 @@ def _advance(config: EngineConfig, state: SchedulerState) -> SchedulerState:
         requests=replace(requests, num_computed=computed),
         totals=replace(
             state.totals,
-            steps=state.totals.steps + 1,
+            steps=state.totals.steps + jnp.any(scheduled > 0).astype(jnp.int32),
             scheduled_tokens=state.totals.scheduled_tokens + jnp.sum(scheduled, dtype=jnp.int32),
         ),
         plan=replace(

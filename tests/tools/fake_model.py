@@ -24,6 +24,7 @@ from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, engine_step, init_state
 from oxidize_jax.scheduler import invariants
+from oxidize_jax.scheduler.rows import preempt
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import FINISHED, NO_TOKEN, RUNNING, UNUSED, WAITING, SchedulerState
 from oxidize_jax.scheduler.submit import NewRequest, abort, submit
@@ -197,7 +198,9 @@ def new_request(
 @functools.cache
 def jitted_step(config: EngineConfig) -> Any:
     """``engine_step`` in the largest bucket, which holds every plan."""
-    return quick_jit(functools.partial(engine_step, config, FakeModel(), buckets(config)[-1], None))
+    return quick_jit(
+        functools.partial(engine_step, config, FakeModel(), None, shapes=buckets(config)[-1:])
+    )
 
 
 @functools.cache
@@ -211,6 +214,23 @@ def jitted_submit(config: EngineConfig) -> Any:
 
 
 jitted_abort = quick_jit(abort)
+jitted_preempt = quick_jit(preempt)
+
+
+def small_config(**changes: Any) -> EngineConfig:
+    """Blocks of 4 tokens, tiles of 4; 4 rows, 8 slots, 40 tokens at most."""
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 40,
+        "num_blocks": 40,
+        "block_size": 4,
+        "max_num_requests": 8,
+        "prefill_tile": 4,
+        "max_logprobs": 0,
+        "max_stop_token_ids": 2,
+    }
+    return EngineConfig(**(sizes | changes))
 
 
 class Driver:
@@ -244,11 +264,10 @@ class Driver:
     def abort(self, slot: int) -> None:
         self._set_scheduler(jitted_abort(self.state.scheduler, np.int32(slot)))
 
-    def reschedule(self) -> None:
-        """Plan again before the step is made, as after an event from outside."""
-        before = self.host
+    def preempt(self, row: int) -> None:
+        """Preempt the request in ``row`` now, and plan again."""
+        self._set_scheduler(jitted_preempt(self.state.scheduler, np.int32(row), np.bool_(False)))
         self._set_scheduler(jitted_schedule(self.config)(self.state.scheduler))
-        self._check_admissions(before, self.host)
 
     def step(self) -> None:
         """Make the planned step, and plan the next."""
