@@ -15,9 +15,9 @@ class Grants:
     """Tokens granted to running rows, before admissions; i32[S] each, by row."""
 
     decode: jax.Array
-    """Rows with one token left to compute."""
+    """Rows that lack their newest token only, and have computed their prompt."""
     prefill: jax.Array
-    """Rows with more than one: prompts, and recomputation after a preemption."""
+    """The others: prompts to their last token, and recomputation after a preemption."""
 
 
 def tiles_for(tokens: jax.Array, tile: int) -> jax.Array:
@@ -28,8 +28,10 @@ def tiles_for(tokens: jax.Array, tile: int) -> jax.Array:
 def grant_running(config: EngineConfig, state: SchedulerState, order: jax.Array) -> Grants:
     """Share the budget among running rows, first come first served within each kind."""
     left = remaining_tokens(state)
-    decode = jnp.where(left == 1, 1, 0)
-    prefill = jnp.where(left > 1, left, 0)
+    # The last token of a prompt is prompt work: it must not wait for those that came later.
+    decodes = (left == 1) & _has_computed_prompt(state)
+    decode = jnp.where(decodes, 1, 0)
+    prefill = jnp.where(decodes, 0, left)
     budget = jnp.full((), config.max_num_batched_tokens, jnp.int32)
     if config.policy == "decode_first":
         decode = take(decode, order, budget)
@@ -54,6 +56,13 @@ def remaining_tokens(state: SchedulerState) -> jax.Array:
     requests, request = state.requests, state.rows.request
     left = requests.num_tokens - requests.num_computed
     return left.at[request].get(mode="fill", fill_value=0)
+
+
+def _has_computed_prompt(state: SchedulerState) -> jax.Array:
+    """bool[S]: whether the row's prompt is computed; true for an idle row."""
+    requests, request = state.requests, state.rows.request
+    done = requests.num_computed >= requests.prompt_len
+    return done.at[request].get(mode="fill", fill_value=True)
 
 
 def take(want: jax.Array, order: jax.Array, budget: jax.Array) -> jax.Array:

@@ -155,6 +155,12 @@ def test_kv11_a_constant_hash_never_serves_another_prompts_blocks(make_fresh_poo
     assert pool.lookup([A, C], salt=1) == [4]
     assert pool.lookup([C]) == []
     assert pool.lookup([D]) == []
+    # Nor does it where equal blocks under different parents are registered together.
+    pool.release(5)
+    pool.release(3, 2)
+    assert pool.allocate(2) == [5, 3]
+    pool.register((5, D, pool.root(2)), (3, D, pool.root(3)))
+    assert (pool.lookup([D], salt=2), pool.lookup([D], salt=3)) == ([5], [3])
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class Hand:
     def seat(self, *requests: tuple[Sequence[int], int, int]) -> None:
         """Let rows 0, 1, ... run requests 0, 1, ... of ``(tokens, computed, blocks)``.
 
-        Blocks are given in order from 0 on, none of them registered. Only for an idle state.
+        One that lacks its last token only is decoding, unless that is its first. Blocks are
+        given in order from 0 on, none of them registered. Only for an idle state.
         """
         config, n = self.config, len(requests)
         state = jax.tree.map(np.array, self.state)
@@ -92,7 +93,8 @@ class Hand:
         held = 0
         for i, (tokens, computed, blocks) in enumerate(requests):
             slots.tokens[i, : len(tokens)] = tokens
-            slots.num_tokens[i] = slots.prompt_len[i] = len(tokens)
+            slots.num_tokens[i] = len(tokens)
+            slots.prompt_len[i] = computed if 0 < computed == len(tokens) - 1 else len(tokens)
             slots.num_computed[i] = computed
             rows.block_table[i, :blocks] = range(held, held + blocks)
             rows.num_blocks[i] = blocks

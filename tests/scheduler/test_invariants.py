@@ -74,6 +74,7 @@ def test_damage_to_the_pool_is_seen(busy, message, damage):
         ("behind the table", "rows", "num_blocks", 0, 1),
         ("idle row holds", "rows", "request", 1, 6),
         ("row and request disagree", "requests", "row", 1, 2),
+        ("names another's row", "requests", "row", 3, 1),
         ("computed too much", "requests", "num_computed", 2, 9),
         ("computed tokens without blocks", "rows", "block_table", 0, None),
         ("waiting one", "requests", "status", 2, 1),

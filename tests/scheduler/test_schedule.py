@@ -34,6 +34,17 @@ def test_policies_share_a_long_prompt_and_a_decode(make_hand, policy, steps):
     assert seen == steps
 
 
+def test_the_last_token_of_a_prompt_does_not_wait_for_a_later_prompt(hand):
+    hand.submit([1] * 9)
+    hand.submit([2] * 9)
+    hand("schedule")
+    assert hand.scheduled == [8, 0, 0]
+    hand.step()
+    assert hand.scheduled == [1, 7, 0]
+    hand.step()
+    assert hand.scheduled == [1, 2, 0]
+
+
 def test_a_decode_that_waits_for_prompts_keeps_its_new_block(hand):
     hand.submit([1] * 4)
     hand("schedule")
