@@ -21,6 +21,9 @@ BAD_INPUT = 2
 BROKEN_PIPE = 141
 """As a shell reports a process that ended on SIGPIPE."""
 
+_LESS_MEMORY = (
+    "a smaller --max-model-len, --max-num-seqs, --num-blocks or --kv-cache-gib takes less memory"
+)
 _COMMANDS = (generate, models)
 _EXAMPLES = """\
 examples:
@@ -121,7 +124,10 @@ def _one_line(error: BaseException) -> str:
     message = str(error)
     if isinstance(error, OSError) and error.strerror:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(message.split()) or type(error).__name__
+    message = " ".join(message.split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message:
+        message += f" ({_LESS_MEMORY})"
+    return message
 
 
 def _abandon_stdout() -> None:

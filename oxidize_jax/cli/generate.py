@@ -43,6 +43,8 @@ examples:
   cat letter.txt | oxidize-jax generate --system "Summarise the letter in one sentence." """
 _DEFAULT_MAX_NUM_SEQS = 16
 _DEFAULT_MAX_LOGPROBS = 5
+_MOST_LOGPROBS = 20
+"""Room that is made unasked: it is kept for every token of every request."""
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -127,7 +129,7 @@ def llm_options(args: argparse.Namespace, count: int, params: SamplingParams) ->
     if count == 1:
         options.setdefault("max_num_seqs", min(params.n, _DEFAULT_MAX_NUM_SEQS))
     if (params.logprobs or 0) > _DEFAULT_MAX_LOGPROBS:
-        options.setdefault("max_logprobs", params.logprobs)
+        options.setdefault("max_logprobs", min(params.logprobs or 0, _MOST_LOGPROBS))
     return options
 
 
@@ -175,10 +177,10 @@ def _stream(
             stats.finished(len(prompt))
             print(end="" if text.endswith("\n") else "\n", flush=True)
             if delta.finish_reason == "length":
-                status.note(_why_cut(params, count, delta.stop_reason))
+                status.note(why_cut(params, count, delta.stop_reason))
 
 
-def _why_cut(params: SamplingParams, count: int, stop_reason: int | str | None) -> str:
+def why_cut(params: SamplingParams, count: int, stop_reason: int | str | None) -> str:
     """Tell a person why a text ends in mid-sentence."""
     if stop_reason == "kv_cache_exhausted":
         return "[cut off: the KV cache is full; a larger --kv-cache-gib or --num-blocks gives more]"

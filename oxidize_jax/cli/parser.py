@@ -144,7 +144,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="share the KV of equal prompt beginnings (default: on)",
     )
     engine.add_argument("--attention", metavar="NAME", help="attention backend (default: gather)")
-    _number(engine, "max_logprobs", _whole(0), "most --logprobs (default: 5, or --logprobs)")
+    _number(
+        engine,
+        "max_logprobs",
+        _whole(0),
+        "most --logprobs (default: 5, or what is asked for, up to 20)",
+    )
     engine.add_argument(
         "--check-invariants",
         action="store_true",
