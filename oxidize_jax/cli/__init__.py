@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from oxidize_jax.cli import generate, models
-from oxidize_jax.cli.interrupt import INTERRUPTED, interruptible
+from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
 from oxidize_jax.cli.parser import Parser, parse
 
 FAILED_RUN = 1
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
+        end_line()
         return INTERRUPTED
     except BrokenPipeError:
         _abandon_stdout()

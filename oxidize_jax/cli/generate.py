@@ -41,7 +41,8 @@ examples:
   oxidize-jax generate --file prompts.txt --json | jq -r '.outputs[0].text'
   oxidize-jax generate --model ~/models/some.gguf --config configs/cpu.toml "Hello"
   cat letter.txt | oxidize-jax generate --system "Summarise the letter in one sentence." """
-_DEFAULT_MAX_NUM_SEQS = 16
+_SIZES = (1, 4)
+"""Of max_num_seqs where few completions are asked for; each size is compiled on its own."""
 _DEFAULT_MAX_LOGPROBS = 5
 _MOST_LOGPROBS = 20
 """Room that is made unasked: it is kept for every token of every request."""
@@ -110,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
         if len(texts) == 1 and params.n == 1 and not args.json:
             _stream(llm, prompts[0], params, status, stats)
         else:
-            status.clear()
             outputs = llm.generate(prompts, params)
+            status.clear()
             stats.count(outputs)
             _print_all(texts, outputs, as_json=args.json)
     if args.stats:
@@ -122,12 +123,13 @@ def run(args: argparse.Namespace) -> int:
 def llm_options(args: argparse.Namespace, count: int, params: SamplingParams) -> dict[str, Any]:
     """Options of the LLM for ``count`` prompts.
 
-    Unless the user says otherwise a lone prompt gets room for its own completions only, and
-    not a KV cache for 16 sequences.
+    Unless the user says otherwise a few completions get a KV cache for a few sequences, and
+    not for the 16 that are the default.
     """
     options = engine_options(args)
-    if count == 1:
-        options.setdefault("max_num_seqs", min(params.n, _DEFAULT_MAX_NUM_SEQS))
+    sizes = [size for size in _SIZES if size >= count * params.n]
+    if sizes:
+        options.setdefault("max_num_seqs", sizes[0])
     if (params.logprobs or 0) > _DEFAULT_MAX_LOGPROBS:
         options.setdefault("max_logprobs", min(params.logprobs or 0, _MOST_LOGPROBS))
     return options

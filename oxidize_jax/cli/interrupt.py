@@ -12,6 +12,7 @@ from collections.abc import Iterator
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell reports it."""
 _GRACE_SECONDS = 1.0
+_STDERR = 2
 
 
 @contextlib.contextmanager
@@ -44,4 +45,12 @@ def interruptible() -> Iterator[None]:
 def _watch(reader: socket.socket, left: threading.Event) -> None:
     while numbers := reader.recv(64):
         if signal.SIGINT in numbers and not left.wait(_GRACE_SECONDS):
+            end_line()
             os._exit(INTERRUPTED)
+
+
+def end_line() -> None:
+    """The shell's prompt starts a line of its own after ``^C``."""
+    with contextlib.suppress(OSError):
+        if os.isatty(_STDERR):
+            os.write(_STDERR, b"\n")

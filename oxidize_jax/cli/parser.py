@@ -130,7 +130,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _number(engine, "max_model_len", _whole(2), "most tokens of prompt and output together "
             "(default: what the model was made for)")  # fmt: skip
     _number(engine, "max_num_seqs", _whole(1), "sequences that run at the same time (default: "
-            "16; for a prompt on its own, its --n)")  # fmt: skip
+            "16; 1 or 4 where that is enough)")  # fmt: skip
     _number(engine, "max_num_batched_tokens", _whole(1), "tokens in a step (default: 512)")
     _number(engine, "block_size", _whole(1), "tokens in a block of the KV cache (default: 16)")
     _number(engine, "num_blocks", _whole(1), "blocks in the KV cache (default: by memory)")

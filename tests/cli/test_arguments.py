@@ -163,20 +163,24 @@ def test_command_line_wins_over_the_preset(tmp_path):
     }
 
 
-def test_lone_prompt_gets_a_cache_for_its_own_completions():
-    assert options() == {"max_num_seqs": 1}
-    assert options("--n", "3") == {"max_num_seqs": 3}
-    assert options("--n", "40") == {"max_num_seqs": 16}
-    assert options("--max-num-seqs", "7") == {"max_num_seqs": 7}
-    assert options(count=2) == {}
+@pytest.mark.parametrize(
+    ("count", "n", "expected"),
+    [(1, 1, 1), (1, 3, 4), (2, 2, 4), (4, 1, 4), (5, 1, None), (3, 2, None)],
+)
+def test_few_completions_get_a_small_cache(count, n, expected):
+    assert options("--n", str(n), count=count).get("max_num_seqs") == expected
+    assert options("--n", str(n), "--max-num-seqs", "7", count=count)["max_num_seqs"] == 7
 
 
 def test_room_for_the_alternatives_that_are_asked_for():
-    asked = ["--json", "--logprobs"]
-    assert options(*asked, "5", count=2) == {}
-    assert options(*asked, "8", count=2) == {"max_logprobs": 8}
-    assert options(*asked, "999", count=2) == {"max_logprobs": 20}
-    assert options(*asked, "8", "--max-logprobs", "6", count=2) == {"max_logprobs": 6}
+    def room(*argv):
+        return options("--json", *argv).get("max_logprobs")
+
+    assert room() is None
+    assert room("--logprobs", "5") is None
+    assert room("--logprobs", "8") == 8
+    assert room("--logprobs", "999") == 20
+    assert room("--logprobs", "8", "--max-logprobs", "6") == 6
 
 
 @pytest.mark.parametrize(
