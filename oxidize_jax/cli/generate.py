@@ -91,7 +91,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print. Raises ValueError or OSError before anything heavy is done."""
+    """Generate and print. What the arguments alone can show to be wrong is refused first."""
     params = sampling_params(args)
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs: log probabilities are written with --json only; add it.")
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--system: a system message needs a chat; leave out --raw.")
     texts = read_prompts([*args.words, *args.prompt], args.file)
     status, stats = Status(), Stats()
-    status.show("starting ...")
-    options = llm_options(args, len(texts), params)
     with ExitStack() as stack:
         stack.callback(status.clear)
+        status.show("starting ...")
+        options = llm_options(args, len(texts), params)
         stack.enter_context(stats.listening())
         llm = _load(options, status)
         stats.loaded()

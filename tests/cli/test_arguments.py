@@ -204,6 +204,13 @@ def test_missing_preset(refused, tmp_path):
     assert "No such file" in message
 
 
+def test_error_at_a_terminal_has_a_line_of_its_own(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    status, out, err = run("generate", "x", "--config", tmp_path / "no.toml")
+    assert (status, out) == (2, "")
+    assert "\r\x1b[Kstarting ...\r\x1b[Koxidize-jax: error: " in err
+
+
 def test_prompts_of_all_sources_in_order(tmp_path, stdin):
     stdin(b"four\n\nfive\n")
     file = tmp_path / "p.txt"
