@@ -253,7 +253,7 @@ def _read(
     shape = (n, spec.num_kv_heads, count * spec.block_size, spec.head_dim)
 
     def half(which: int) -> jax.Array:
-        pages = kv.at[page, which, head].get(mode="promise_in_bounds")
+        pages = kv.at[page, which, head].get(mode="promise_in_bounds")[..., : spec.head_dim]
         return unpack(pages).astype(dtype).reshape(shape)
 
     return half(0), half(1)

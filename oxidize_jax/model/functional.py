@@ -146,7 +146,7 @@ def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
     """Sizes of the pages in ``kv``. Raises ValueError if it is not a cache of this decoder."""
     config = decoder.config
     num_blocks = kv.shape[0] // config.num_layers
-    shape = kv_cache.kv_shape(config, num_blocks, block_size)
+    shape = kv_cache.kv_shape(config, num_blocks, block_size, decoder.platform)
     dtype = kv_cache.storage_dtype(decoder.kv_dtype, decoder.platform)
     if kv.shape != shape or kv.dtype != dtype:
         raise ValueError(

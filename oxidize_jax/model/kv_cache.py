@@ -1,10 +1,13 @@
 """The paged KV cache: one array for all layers, written and copied in place.
 
-``kv`` is ``[L * B, 2, G, K, D]``: page ``layer * B + block`` holds, for keys (0) and
+``kv`` is ``[L * B, 2, G, K, D']``: page ``layer * B + block`` holds, for keys (0) and
 values (1) and for each kv head, the K tokens of a block next to each other. One head of
-one block is then one contiguous run of ``K * D`` numbers, which is what attention reads.
+one block is then one contiguous run of ``K * D'`` numbers, which is what attention reads.
 All layers share one array because a loop over layers scatters into its carry in place,
 while slicing a layer out of a stacked array copies it.
+
+``D'`` is D, on TPUs rounded up to a multiple of 128: those lanes are there in any case, and
+with fewer XLA:TPU turns the whole array round between writing and reading.
 
 On CPUs bfloat16 is *stored* as ``uint16``: XLA:CPU converts a whole bfloat16 operand to
 float32 before it scatters into it or slices it. :func:`pack` and :func:`unpack` are the
@@ -34,16 +37,18 @@ def init_kv(
     *,
     platform: str | None = None,
 ) -> jax.Array:
-    """A zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens, ``[L*B, 2, G, K, D]``.
+    """A zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens, ``[L*B, 2, G, K, D']``.
 
     Raises ValueError for a dtype other than :data:`KV_DTYPES`, for sizes below 1, and for
     a pool whose slot or page numbers do not fit an int32.
     """
-    shape = kv_shape(config, num_blocks, block_size)
+    shape = kv_shape(config, num_blocks, block_size, platform)
     return jnp.zeros(shape, storage_dtype(dtype, platform))
 
 
-def kv_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+def kv_shape(
+    config: ModelConfig, num_blocks: int, block_size: int, platform: str | None = None
+) -> tuple[int, ...]:
     """Shape of the cache, once its indices are known to fit an int32.
 
     Pages are reached by their own index and never by a flat element number, so the limits
@@ -69,7 +74,9 @@ def kv_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int
             raise ValueError(
                 f"{name} = {value} is more than {_INT32_MAX}: {why} in an int32. Use fewer blocks."
             )
-    return (config.num_layers * num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+    lanes = 128 if (platform or jax.default_backend()) == "tpu" else 1
+    head_dim = -(-config.head_dim // lanes) * lanes
+    return (config.num_layers * num_blocks, 2, config.num_kv_heads, block_size, head_dim)
 
 
 def storage_dtype(dtype: DTypeLike, platform: str | None = None) -> jnp.dtype:
@@ -112,7 +119,11 @@ def write(
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     page = jnp.where(block < num_blocks, block + layer * num_blocks, kv.shape[0])
     values = pack(jnp.stack([k, v], axis=1), kv.dtype)
-    return kv.at[page, :, :, offset].set(values, mode="drop")
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, kv.shape[4] - k.shape[2])))
+    half, head = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
+    # One index per run of D': with a window over halves and heads XLA:TPU copies the array.
+    index = (page[:, None, None], half[:, None], head, offset[:, None, None])
+    return kv.at[index].set(values, mode="drop")
 
 
 def copy_blocks(

@@ -83,9 +83,9 @@ def test_sc09_every_cut_of_a_prompt_gives_the_same_logits(kit, cuts):
     np.testing.assert_allclose(paged, dense(config, params, tokens), **TOLERANCE)
 
 
-def mixed_step(kit, config, params, kv_fill=None, **options):
+def mixed_step(kit, config, params, kv_fill=None, built=None, **options):
     """Two rows in their context, then one step of a decode, a decode and two prefills."""
-    decoder, leaves = build(config, params)
+    decoder, leaves = built or build(config, params)
     tables = shuffled_tables(4, 4, seed=3)
     texts = [prompt(config, n, seed=n) for n in (6, 10, 9, 3)]
     kv = decoder.init_kv(B, K)
@@ -266,6 +266,17 @@ def test_bfloat16_weights_and_cache_stay_near_float32(kit):
         error = np.asarray(out)[: end - start] - wanted[start:end]
         assert np.sqrt(np.mean(error**2)) < 0.05 * wanted.std()
     assert kv.dtype == (jnp.uint16 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def test_what_other_platforms_do_differently_gives_the_same(kit):
+    """Whole parts at once, other chunks, no uint16; on TPUs heads padded to 128 lanes."""
+    config = kit.configs["gqa_tied"]
+    params = kit.params(config)
+    for platform, lanes in (("gpu", 8), ("tpu", 128)):
+        decoder, leaves = build(config, params, platform=platform)
+        assert decoder.init_kv(B, K).shape[-1] == lanes
+        out, wanted, live, _ = mixed_step(kit, config, params, built=(decoder, leaves))
+        np.testing.assert_allclose(out[:live], wanted, **TOLERANCE)
 
 
 def test_a_trainers_own_parameters_serve_as_leaves(kit):
