@@ -125,7 +125,10 @@ class LLM:
         """Answer one conversation, or each of a list, through the model's chat template."""
         conversations = as_conversations(messages)
         prompts = [self.chat_prompt(m, **template_options) for m in conversations]
-        return self._run(self._groups(prompts, sampling_params), use_tqdm)
+        groups = self._groups(prompts, sampling_params)
+        for group in groups:
+            group.prompt = self.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
+        return self._run(groups, use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -163,9 +163,24 @@ def engine_config(options: Options, model: ModelConfig) -> EngineConfig:
         enable_prefix_caching=options.enable_prefix_caching,
         max_logprobs=options.max_logprobs,
     )
-    if options.num_blocks is not None:
-        return config
-    return dataclasses.replace(config, num_blocks=_fitting_blocks(options, model, config))
+    if options.num_blocks is None:
+        config = dataclasses.replace(config, num_blocks=_fitting_blocks(options, model, config))
+    _check_memory(options, model, config)
+    return config
+
+
+def _check_memory(options: Options, model: ModelConfig, config: EngineConfig) -> None:
+    """Refuse sizes whose state is larger than all the memory there is."""
+    cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
+    token = 4 * (2 + 2 * config.max_logprobs)
+    requests = config.max_num_requests * config.max_model_len * token
+    free = _free_memory()
+    if cache + requests > free:
+        raise ValueError(
+            f"num_blocks={config.num_blocks} takes {cache / _GIB:.1f} GiB and max_num_seqs="
+            f"{config.max_num_seqs} with max_model_len={config.max_model_len} another "
+            f"{requests / _GIB:.1f} GiB, but {free / _GIB:.1f} GiB are free: lower them."
+        )
 
 
 def _fitting_blocks(options: Options, model: ModelConfig, config: EngineConfig) -> int:
@@ -192,12 +207,19 @@ def kv_block_bytes(options: Options, model: ModelConfig, block_size: int) -> int
 def _kv_memory(options: Options) -> int:
     if options.kv_cache_gib is not None:
         return int(options.kv_cache_gib * _GIB)
+    free = _free_memory()
+    if jax.default_backend() == "cpu":
+        return min(_CPU_KV_LIMIT, free // 2)
+    return int(0.9 * free)
+
+
+def _free_memory() -> int:
+    """Bytes that new arrays can take on the default device."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return min(_CPU_KV_LIMIT, _free_host_memory() // 2)
+        return _free_host_memory()
     stats = device.memory_stats() or {}
-    free = stats.get("bytes_limit", 4 * _GIB) - stats.get("bytes_in_use", 0)
-    return int(0.9 * free)
+    return stats.get("bytes_limit", 4 * _GIB) - stats.get("bytes_in_use", 0)
 
 
 def _free_host_memory() -> int:

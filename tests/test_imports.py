@@ -58,7 +58,7 @@ def check_import(path, node):
     if top != "oxidize_jax":
         return
     if not rest:
-        assert [alias.name for alias in node.names] == ["__version__"]
+        assert [alias.name for alias in node.names] == ["__version__"], "name the module"
         return
     assert RANK[rest[0]] <= RANK[part_of(path)], f"{path.name}:{node.lineno}: {node.module}"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from oxidize_jax.checkpoints.mapping import stored_names
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.transformer import parameter_shapes
+from oxidize_jax.progress import progress_bar
 
 Place = Callable[[str, np.ndarray], jax.Array]
 """Hands a finished parameter (its name and host array) to a device."""
@@ -42,14 +42,15 @@ def fill_parameters(
     plan = plan_parameters(opened)
     shapes = parameter_shapes(_supported_config(opened))
     parameters = {}
-    with _progress(sum(map(len, plan.values())), progress) as advance:
+    total = sum(map(len, plan.values()))
+    with progress_bar(total, shown=progress, unit="tensor", label="loading") as bar:
         for name, tensors in plan.items():
             target = np.dtype(np.float32) if name.endswith("norm.weight") else dtype
             whole = _aligned_empty(shapes[name], target)
             layers = whole if name.startswith("layers.") else whole[None]
             for layer, tensor in zip(layers, tensors, strict=True):
                 _fill(layer, tensor, opened.row_maps.get(name))
-                advance()
+                bar.update()
             parameters[name] = place(name, whole)
     return parameters
 
@@ -174,16 +175,3 @@ def _all_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite(values.max()) and np.isfinite(values.min()))
     # bf16 has no fast arithmetic in numpy; its exponent is all ones for NaN and infinity.
     return int((values.view(np.uint16) & np.uint16(0x7FFF)).max()) < 0x7F80
-
-
-@contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[], object]]:
-    if not wanted:
-        yield lambda: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("A progress bar needs tqdm: pip install tqdm") from error
-    with tqdm(total=total, unit="tensor", desc="loading") as bar:
-        yield bar.update

@@ -98,7 +98,7 @@ def _check_rows(state: SchedulerState) -> None:
             "ref_count is not the number of table entries",
             (block, held[block], int(pool.ref_count[block])),
         )
-    for request in np.flatnonzero(requests.row < s):
+    for request in np.flatnonzero(requests.row < s).tolist():
         row = int(requests.row[request])
         _require(int(rows.request[row]) == request, "a request names another's row", request)
     rowless = requests.row == s

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from write_checkpoints import random_params, write_gguf, write_hf_folder
 
+from oxidize_jax import progress
 from oxidize_jax.checkpoints.errors import CheckpointError
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
 from oxidize_jax.model.config import ModelConfig
@@ -69,17 +70,22 @@ def test_cpu_arrays_are_the_memory_that_was_filled(tmp_path, config, dtype):
     assert shared == [True] * len(parameter_shapes(config))
 
 
-def test_progress_bar_counts_tensors(tmp_path, config, capfd):
+def test_progress_bar_counts_tensors_where_somebody_watches(tmp_path, config, capfd, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", config, random_params(config))
+    load_checkpoint(path, progress=True)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0)
     load_checkpoint(path)
     assert capfd.readouterr().err == ""
     load_checkpoint(path, progress=True)
-    assert "21/21" in capfd.readouterr().err
+    assert "/21" in capfd.readouterr().err
 
 
 def test_progress_bar_without_tqdm_says_what_to_install(tmp_path, config, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", config, random_params(config))
-    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
     assert load_checkpoint(path).params
     with pytest.raises(ImportError, match="pip install tqdm"):
         load_checkpoint(path, progress=True)

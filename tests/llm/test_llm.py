@@ -228,6 +228,7 @@ def test_chat_uses_the_template_for_one_and_for_many(llm):
     (one,) = llm.chat(conversation, GREEDY)
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert llm.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False) == expected
+    assert one.prompt == expected
     many = llm.chat([conversation, conversation], GREEDY)
     assert ids_of(many) == ids_of([one]) * 2
 
