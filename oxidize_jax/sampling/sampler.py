@@ -67,14 +67,9 @@ def sample(logits: jax.Array, arrays: SamplingArrays, num_top_logprobs: int) -> 
     ``num_top_logprobs`` is P, fixed at trace time. What no row asks for is skipped when the
     program runs: noise, each filter, suppression, alternatives.
     """
-    scores = _suppress(logits, arrays.suppress_ids)
     hot = arrays.temperature >= GREEDY_BELOW
-    scores = lax.cond(
-        jnp.any(hot),
-        lambda: jnp.where(hot[:, None], _perturbed(scores, arrays, hot), scores),
-        lambda: scores,
-    )
-    tokens = _argmax(scores)
+    plain = ~jnp.any(hot) & jnp.all(arrays.suppress_ids >= logits.shape[1])
+    tokens = lax.cond(plain, lambda: _argmax(logits), lambda: _drawn(logits, arrays, hot))
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     top_ids, top_logprobs = _alternatives(
@@ -83,14 +78,16 @@ def sample(logits: jax.Array, arrays: SamplingArrays, num_top_logprobs: int) -> 
     return SampleOutput(tokens, chosen - normalizer, top_ids, top_logprobs)
 
 
-def _suppress(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    vocab = logits.shape[1]
-    row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    return lax.cond(
-        jnp.any(ids < vocab),
-        lambda: logits.at[row, ids].set(-jnp.inf, mode="drop"),
-        lambda: logits,
+def _drawn(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax.Array:
+    """``i32[C]``: a draw for the rows of ``hot bool[C]``, the likeliest allowed for others."""
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    allowed = logits.at[row, arrays.suppress_ids].set(-jnp.inf, mode="drop")
+    scores = lax.cond(
+        jnp.any(hot),
+        lambda: jnp.where(hot[:, None], _perturbed(allowed, arrays, hot), allowed),
+        lambda: allowed,
     )
+    return _argmax(scores)
 
 
 def _perturbed(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax.Array:
