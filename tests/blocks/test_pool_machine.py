@@ -130,6 +130,16 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.holders.append(Holder(hits + fresh, list(tokens), len(hits), chain))
 
+    @rule(tokens=st.lists(CONTENTS, min_size=1, max_size=3), salt=st.integers(0, 1))
+    def touch(self, tokens, salt) -> None:
+        """A short use of what is known: cached blocks become the most recently used."""
+        hits = self.pool.lookup(tokens, salt=salt)
+        assert hits == self.model.lookup(tokens, len(tokens), salt)
+        self.pool.share(*hits)
+        self.model.share(hits)
+        self.pool.release(*hits[::-1])
+        self.model.release(hits[::-1])
+
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def register(self, data) -> None:

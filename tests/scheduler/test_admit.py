@@ -135,13 +135,14 @@ def test_cached_blocks_that_are_hit_are_not_counted_as_room(hand):
     chex.assert_trees_all_equal(hand.state, before)
 
 
-def test_without_prefix_caching_nothing_is_shared(make_hand):
-    hand = make_hand(enable_prefix_caching=False)
+def test_without_prefix_caching_nothing_is_shared(hand, make_hand):
     run_once(hand, [1, 2, 3, 4, 5])
-    assert int(hand.state.pool.num_free) == 8
     hand.submit([1, 2, 3, 4, 5])
-    assert hand.admit(8) == [5, 0, 0]
-    assert hand.of("num_cached")[1] == 0
+    off = make_hand(enable_prefix_caching=False)
+    off.set(hand.state)
+    for scheduler, cached in ((hand, 4), (off, 0)):
+        assert scheduler.admit(8) == [5 - cached, 0, 0]
+        assert scheduler.of("num_cached")[1] == cached
 
 
 def test_num_cached_is_that_of_the_first_admission(hand):

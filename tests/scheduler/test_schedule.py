@@ -59,24 +59,33 @@ def test_a_decode_that_waits_for_prompts_keeps_its_new_block(hand):
     assert hand.tables[0] == [0, 1]
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted_and_the_preempted_comes_back_first(
-    make_hand,
-):
+def test_nothing_is_admitted_in_a_step_that_preempted(make_hand):
+    hand = make_hand(num_blocks=4)
+    hand.seat(([1] * 5, 4, 1), ([2] * 10, 9, 3), ([3], 0, 0))
+    hand("preempt", np.int32(2), np.bool_(False))
+    hand.edit(requests={"arrival": np.array([1, 2, 0, 0, 0, 0], np.int32)})
+    hand("schedule")
+    # Request 1 gave 3 blocks, request 0 took one, and request 2 needs one only.
+    assert hand.in_rows == [0, None, None]
+    assert hand.scheduled == [1, 0, 0]
+    hand.step()
+    assert hand.in_rows == [0, 2, None]
+    assert hand.scheduled == [1, 1, 0]
+
+
+def test_a_preempted_request_comes_back_before_one_that_never_ran(make_hand):
     hand = make_hand(num_blocks=4)
     hand.seat(([1] * 5, 4, 1), ([2] * 10, 9, 3))
     hand.submit([3], priority=-5)
     hand("schedule")
-    assert hand.in_rows == [0, None, None]  # two blocks are free, and one would do for it
-    assert hand.scheduled == [1, 0, 0]
-    assert hand.of("status")[:3] == [RUNNING, RUNNING, WAITING]
     hand.step()
-    # 10 tokens need 3 blocks and 2 are free: the preempted one holds up the waiting one.
+    # Two blocks are free: too few for the preempted one, which holds up the other.
     assert hand.in_rows == [0, None, None]
+    assert hand.of("status")[:3] == [RUNNING, RUNNING, WAITING]
     hand("abort", np.int32(0))
     hand.step()
-    # It begins anew, before the more urgent one that never ran.
     assert hand.in_rows == [1, None, None]
-    assert hand.scheduled == [8, 0, 0]
+    assert hand.scheduled == [8, 0, 0]  # it begins anew
 
 
 def test_a_step_that_preempted_everybody_admits(make_hand):
