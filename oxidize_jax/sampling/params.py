@@ -133,7 +133,6 @@ def _real(name: str, value: Any) -> float:
 def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not low <= int(value) <= high:
-        advice = hint or f"use {low} or more" if high == _INT32_MAX else f"use {low} to {high}"
-        advice = hint or advice
+        advice = hint or "use one in that range"
         raise ValueError(f"{name}={value!r}: must be a whole number, {low} to {high}; {advice}.")
     return int(value)
