@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.kv_cache import kv_shape
 from oxidize_jax.types import BLOCK_SIZE
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -199,9 +201,9 @@ def _fitting_blocks(options: Options, model: ModelConfig, config: EngineConfig) 
 
 
 def kv_block_bytes(options: Options, model: ModelConfig, block_size: int) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block over all layers, as this machine stores it."""
     size = 4 if cache_dtype(options) == "float32" else 2
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * size
+    return size * math.prod(kv_shape(model, 1, block_size))
 
 
 def _kv_memory(options: Options) -> int:
