@@ -144,8 +144,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def register(self, data) -> None:
         """The next block of up to three sequences is full and written."""
+        order = data.draw(st.permutations(self.holders), label="order")
+        self.fill_next(order[:3])
+
+    def fill_next(self, holders: list[Holder]) -> bool:
+        """Register the next block of each; whether there was one."""
         chosen, blocks = [], set()
-        for holder in data.draw(st.permutations(self.holders), label="order")[:3]:
+        for holder in holders:
             block = holder.blocks[holder.written] if holder.written < len(holder.blocks) else None
             # A block that several hold is registered by one of them, as after a copy.
             if block is not None and self.model.holders[block] == 1 and block not in blocks:
@@ -156,6 +161,16 @@ class PoolMachine(RuleBasedStateMachine):
         for holder, (block, words, before), chain in zip(chosen, entries, chains, strict=True):
             assert chain.parent == self.model.register(block, words, before.parent)
             holder.written, holder.chain = holder.written + 1, chain
+        return bool(chosen)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def run_to_the_end(self, data) -> None:
+        """All blocks of a sequence are registered, and then it leaves them to the cache."""
+        holder = data.draw(st.sampled_from(self.holders), label="holder")
+        while self.fill_next([holder]):
+            pass
+        self.remove(holder, holder.blocks[::-1])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -182,8 +197,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tail_first=st.booleans())
     def finish(self, data, tail_first) -> None:
         holder = data.draw(st.sampled_from(self.holders), label="holder")
+        self.remove(holder, holder.blocks[::-1] if tail_first else holder.blocks)
+
+    def remove(self, holder: Holder, blocks: list[int]) -> None:
         self.holders.remove(holder)
-        blocks = holder.blocks[::-1] if tail_first else holder.blocks
         self.pool.release(*blocks)
         self.model.release(blocks)
 
