@@ -100,12 +100,9 @@ class Load:
         options = {"stop_ids": self.words(2), "min_tokens": rng.choice([0, 0, 3])}
         count = min(rng.choice([1, 2, 5, 9, 25]), config.max_model_len - len(prompt))
         expected = solo(prompt, count, **options)
-        reason = STOPPED if len(expected) < len(prompt) + count else LENGTH
-        if (
-            expected[-1] in options["stop_ids"]
-            and len(expected) - len(prompt) > options["min_tokens"]
-        ):
-            reason = STOPPED
+        stopped = expected[-1] in options["stop_ids"]
+        stopped &= len(expected) - len(prompt) > options["min_tokens"]
+        reason = STOPPED if stopped else LENGTH
         most = config.num_blocks * config.block_size + 1  # the last token needs no KV
         if len(expected) > most:
             expected, reason = expected[:most], POOL_EXHAUSTED
