@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "oxidize_jax"
 
 # Each layer may import itself and those before it.
 LAYERS = [
-    {"types"},
+    {"types", "arrays"},
     {"config"},
     {"blocks"},
     {"sampling"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CORE = ["types", "config", "blocks", "sampling", "scheduler", "batch", "model", "engine"]
+CORE = ["types", "arrays", "config", "blocks", "sampling", "scheduler", "batch", "model", "engine"]
 CARD = ["jax", "flax", "optax", "numpy", "chex"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from oxidize_jax.arrays import prefix_sum, segment_of
 from oxidize_jax.batch.buckets import Bucket
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
@@ -24,7 +25,7 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
     num_decodes = jnp.sum(scheduled == 1, dtype=jnp.int32)
 
     token = jnp.arange(t, dtype=jnp.int32)
-    place = jnp.searchsorted(layout.ends, token, side="right").astype(jnp.int32)
+    place = segment_of(layout.ends, token)
     row = layout.rows.at[place].get(mode="fill", fill_value=seqs)
     live = token < layout.ends[-1]
     row = jnp.where(live, row, seqs)
@@ -77,7 +78,7 @@ class _Layout:
 
     def __init__(self, rows: jax.Array, counts: jax.Array) -> None:
         self.rows = rows
-        self.ends = jnp.cumsum(counts, dtype=jnp.int32)
+        self.ends = prefix_sum(counts)
         self.starts = self.ends - counts
 
 
@@ -98,9 +99,9 @@ def _tiles(
     q = config.prefill_tile
     counts = scheduled[layout.rows]
     tiles = tiles_for(counts, q)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    ends = prefix_sum(tiles)
     tile = jnp.arange(bucket.tiles, dtype=jnp.int32)
-    place = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    place = segment_of(ends, tile)
     used = tile < ends[-1]
     nth = tile - _row(ends - tiles, place, 0)
     begin = _row(layout.starts, place, 0) + nth * q
@@ -113,7 +114,7 @@ def _tiles(
 
 def _pack(values: jax.Array, keep: jax.Array, size: int, pad: int) -> jax.Array:
     """i32[size]: the kept ``values``, in order, at the front."""
-    place = jnp.where(keep, jnp.cumsum(keep, dtype=jnp.int32) - 1, size)
+    place = jnp.where(keep, prefix_sum(keep) - 1, size)
     return jnp.full((size,), pad, jnp.int32).at[place].set(values, mode="drop")
 
 

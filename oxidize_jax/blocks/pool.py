@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import at_index, prefix_sum
 from oxidize_jax.types import BlockId, replace, state
 
 NOT_IN_RING = -1
@@ -219,15 +220,15 @@ def copy_on_write(
     """
     n = blocks.shape[0]
     need = writers_that_copy(pool, blocks)
-    rank = jnp.cumsum(need, dtype=jnp.int32) - 1
-    # All targets are taken before any source loses a holder: no source can be a target.
+    rank = prefix_sum(need) - 1
     pool, fresh, ok = allocate(pool, jnp.sum(need, dtype=jnp.int32), n)
     need = need & ok
     dst = jnp.where(
         need, at_index(fresh, jnp.where(need, rank, n), pool.num_blocks), pool.num_blocks
     )
     src = jnp.where(need, blocks, pool.num_blocks)
-    pool = release(pool, src)
+    # A source keeps a holder, whoever copies: nothing is released here.
+    pool = replace(pool, ref_count=pool.ref_count.at[src].add(-1, mode="drop"))
     return pool, jnp.where(need, dst, blocks), src, dst, ok
 
 
@@ -255,7 +256,7 @@ def _evict(pool: BlockPool, count: jax.Array, size: int) -> tuple[BlockPool, Blo
         position = head + lane
         block = pool.ring[position % ring_size]
         current = (position < pool.ring_tail) & (at_index(pool.lru_pos, block, -2) == position)
-        rank = got + jnp.cumsum(current, dtype=jnp.int32) - 1
+        rank = got + prefix_sum(current) - 1
         use = current & (rank < count)
         taken = taken.at[jnp.where(use, rank, size)].set(block, mode="drop")
         # Stop behind the last block used: what follows it in the window may be current.
@@ -284,7 +285,7 @@ def _evict(pool: BlockPool, count: jax.Array, size: int) -> tuple[BlockPool, Blo
 
 
 def _push_free(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool:
-    place = pool.num_free + jnp.cumsum(push, dtype=jnp.int32) - 1
+    place = pool.num_free + prefix_sum(push) - 1
     place = jnp.where(push, place, pool.num_blocks)
     return replace(
         pool,
@@ -303,7 +304,7 @@ def _push_cached(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool
         lambda p: (p.ring, p.ring_head, p.ring_tail, p.lru_pos),
         pool,
     )
-    position = tail + jnp.cumsum(push, dtype=jnp.int32) - 1
+    position = tail + prefix_sum(push) - 1
     target = jnp.where(push, blocks, pool.num_blocks)
     return replace(
         pool,
@@ -326,7 +327,7 @@ def _compact_ring(pool: BlockPool) -> tuple[jax.Array, jax.Array, jax.Array, jax
     position = pool.ring_head + jnp.arange(ring_size, dtype=jnp.int32)
     block = pool.ring[position % ring_size]
     current = (position < pool.ring_tail) & (at_index(pool.lru_pos, block, -2) == position)
-    place = jnp.cumsum(current, dtype=jnp.int32) - 1
+    place = prefix_sum(current) - 1
     ring = jnp.full((ring_size,), pool.num_blocks, jnp.int32)
     ring = ring.at[jnp.where(current, place, ring_size)].set(block, mode="drop")
     target = jnp.where(current, block, pool.num_blocks)
@@ -337,8 +338,3 @@ def _compact_ring(pool: BlockPool) -> tuple[jax.Array, jax.Array, jax.Array, jax
 def _take(values: jax.Array, index: jax.Array, valid: jax.Array, fill: int) -> jax.Array:
     """``values[index]`` where ``valid``, else ``fill``."""
     return jnp.where(valid, values[jnp.where(valid, index, 0)], fill)
-
-
-def at_index(values: jax.Array, index: jax.Array, fill: int | bool) -> jax.Array:
-    """``values[index]`` with ``fill`` for an index past the end."""
-    return values.at[index].get(mode="fill", fill_value=fill)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import at_index, prefix_sum
 from oxidize_jax.blocks import hashing
-from oxidize_jax.blocks.pool import NO_SERIAL, BlockPool, at_index, root_parent
+from oxidize_jax.blocks.pool import NO_SERIAL, BlockPool, root_parent
 from oxidize_jax.types import BlockId, replace, state
 
 PROBES = 8
@@ -130,7 +131,7 @@ def register(
     first = _first_equal(wanted, block_hash, tokens, parent)
     lane = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     fresh = wanted & (twin >= pool.num_blocks) & (first == lane)
-    serial = pool.next_serial + jnp.cumsum(fresh, dtype=jnp.int32) - 1
+    serial = pool.next_serial + prefix_sum(fresh) - 1
     index, slot = _insert(pool, jnp.where(fresh, blocks, pool.num_blocks), block_hash)
     placed = jnp.where(slot < index.shape[0], blocks, pool.num_blocks)
     known = jnp.where(twin < pool.num_blocks, at_index(pool.serial, twin, 0), serial[first])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from oxidize_jax.arrays import prefix_sum
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.types import state
@@ -68,7 +69,7 @@ def _has_computed_prompt(state: SchedulerState) -> jax.Array:
 def take(want: jax.Array, order: jax.Array, budget: jax.Array) -> jax.Array:
     """i32[S]: what each row gets of ``budget i32[]``, rows served in ``order``."""
     wanted = want[order]
-    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    before = prefix_sum(wanted) - wanted
     granted = jnp.clip(budget - before, 0, wanted)
     return jnp.zeros_like(want).at[order].set(granted)
 
@@ -79,8 +80,8 @@ def take_chunks(
     """Like :func:`take`, bounded by the prefill tiles of the largest bucket too."""
     wanted = want[order]
     tiles = tiles_for(wanted, config.prefill_tile)
-    tiles_before = jnp.cumsum(tiles, dtype=jnp.int32) - tiles
+    tiles_before = prefix_sum(tiles) - tiles
     room = (config.max_prefill_tiles - tiles_before) * config.prefill_tile
-    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    before = prefix_sum(wanted) - wanted
     granted = jnp.clip(jnp.minimum(budget - before, room), 0, wanted)
     return jnp.zeros_like(want).at[order].set(granted)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import prefix_sum, segment_of
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.budget import Grants, grant_running
@@ -97,10 +98,10 @@ def _append_blocks(
     """Allocate ``growth i32[S]`` blocks and enter them at the end of each row's table."""
     budget_blocks = -(-config.max_num_batched_tokens // config.block_size)
     size = min(config.max_num_seqs + budget_blocks, config.num_blocks)
-    ends = jnp.cumsum(growth, dtype=jnp.int32)
+    ends = prefix_sum(growth)
     pool, fresh, ok = block_pool.allocate(state.pool, ends[-1], size)
     lane = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, lane, side="right").astype(jnp.int32)
+    row = segment_of(ends, lane)
     first = (ends - growth).at[row].get(mode="fill", fill_value=0)
     held = state.rows.num_blocks.at[row].get(mode="fill", fill_value=0)
     row = jnp.where(lane < ends[-1], row, config.max_num_seqs)
@@ -117,7 +118,7 @@ def _record_copies(state: SchedulerState, src: BlockId, dst: BlockId) -> Schedul
     """Pack the copies to the front of the plan's list."""
     no_block, size = state.pool.num_blocks, src.shape[0]
     used = src < no_block
-    place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, size)
+    place = jnp.where(used, prefix_sum(used) - 1, size)
     empty = jnp.full((size,), no_block, jnp.int32)
     count = jnp.sum(used, dtype=jnp.int32)
     plan = replace(
