@@ -61,14 +61,19 @@ class Completion:
                 break
         self._text += self._finish(update)
 
+    @property
+    def has_delta(self) -> bool:
+        """Whether :meth:`delta` has something to show: new text, or the end."""
+        ended = self.finish_reason is not None
+        return not self._told_end and (ended or len(self._text) > self._shown_text)
+
     def delta(self) -> StreamDelta | None:
-        """What is new since the last call; None if there is no text and no end to show."""
-        text, ended = self._text[self._shown_text :], self.finish_reason is not None
-        if self._told_end or not (text or ended):
+        """What is new since the last call, if anything."""
+        if not self.has_delta:
             return None
-        ids = tuple(self._ids[self._shown_ids :])
+        text, ids = self._text[self._shown_text :], tuple(self._ids[self._shown_ids :])
         self._shown_text, self._shown_ids = len(self._text), len(self._ids)
-        self._told_end = ended
+        self._told_end = self.finish_reason is not None
         return StreamDelta(self._index, text, ids, self.finish_reason, self._stop_reason)
 
     def output(self) -> CompletionOutput:

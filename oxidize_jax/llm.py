@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +57,8 @@ class LLM:
     Raises:
       ValueError: an option, or the model, cannot be used; one line that says what to do.
 
-    Not for use from several threads at once.
+    Threads may share it: calls of :meth:`generate` and :meth:`chat` take turns, streams go on
+    side by side between them.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class LLM:
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
         self._running: dict[int, Completion] = {}
+        self._lock = threading.RLock()
 
     @classmethod
     def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
@@ -195,15 +198,19 @@ class LLM:
 
     def _run(self, groups: list[_Group], use_tqdm: bool | None) -> list[RequestOutput]:
         total = sum(len(group.requests) for group in groups)
-        with progress_bar(total, shown=self._progress if use_tqdm is None else use_tqdm) as bar:
+        shown = self._progress if use_tqdm is None else use_tqdm
+        with self._lock, progress_bar(total, shown=shown) as bar:
             try:
                 for group in groups:
                     self._start(group)
-                while unfinished := [g for g in groups if not g.finished]:
-                    self._dispatch(STEPS_PER_DISPATCH, unfinished)
-                    tokens = sum(g.num_tokens for g in groups)
+                left, tokens = {i for group in groups for i in group.ids}, 0
+                while left:
+                    for update in self._dispatch(STEPS_PER_DISPATCH):
+                        tokens += len(update.token_ids)
+                        if update.request_id in left and not self._is_running(update.request_id):
+                            left.discard(update.request_id)
+                            bar.update()
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
-                    bar.update(sum(g.num_finished for g in groups) - bar.n)
             finally:
                 for group in groups:
                     self._abandon(group)
@@ -220,43 +227,57 @@ class LLM:
                 if not fresh and group.finished:
                     return
                 if not fresh:
-                    self._dispatch(1, [group])
+                    self._advance(group)
         finally:
             self._abandon(group)
 
-    def _start(self, group: _Group) -> None:
-        for index, request in enumerate(group.requests):
-            completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
-            request_id = self.engine.add(request)
-            group.ids.append(request_id)
-            group.completions.append(completion)
-            self._running[request_id] = completion
-
-    def _abandon(self, group: _Group) -> None:
-        """Abort what an exception or a closed iterator left running."""
-        for request_id in group.ids:
-            if self._running.pop(request_id, None) is not None:
-                self.engine.abort(request_id)
-
-    def _dispatch(self, max_steps: int, waiting: list[_Group]) -> None:
-        """Run some steps for everyone. Raises EngineStepError if ``waiting`` lost a request."""
-        for update in self.engine.step(max_steps):
-            self._apply(update)
-        for group in waiting:
-            for request_id, completion in zip(group.ids, group.completions, strict=True):
-                if completion.finish_reason is None and not self.engine.has(request_id):
+    def _advance(self, group: _Group) -> None:
+        """One step for everyone, unless another thread has just brought this group further."""
+        with self._lock:
+            if group.num_unshown:
+                return
+            for request_id in group.ids:
+                if self._is_running(request_id) and not self.engine.has(request_id):
                     raise EngineStepError(
                         f"request {request_id} was lost in a failed step of another caller: "
                         "submit it again."
                     )
+            self._dispatch(1)
 
-    def _apply(self, update: RequestUpdate) -> None:
-        completion = self._running[update.request_id]
-        completion.update(update)
-        if completion.finish_reason is not None:
-            del self._running[update.request_id]
-            if completion.matched_stop_string:
-                self.engine.abort(update.request_id)
+    def _start(self, group: _Group) -> None:
+        with self._lock:
+            for index, request in enumerate(group.requests):
+                completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
+                request_id = self.engine.add(request)
+                group.ids.append(request_id)
+                group.completions.append(completion)
+                self._running[request_id] = completion
+
+    def _abandon(self, group: _Group) -> None:
+        """Abort what an exception or a closed iterator left running.
+
+        Without the lock: the garbage collector may close an iterator in any thread.
+        """
+        for request_id in group.ids:
+            if self._running.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+
+    def _is_running(self, request_id: int) -> bool:
+        return request_id in self._running
+
+    def _dispatch(self, max_steps: int) -> list[RequestUpdate]:
+        """Run some steps for everyone, and hand each completion what is new of it."""
+        updates = self.engine.step(max_steps)
+        for update in updates:
+            completion = self._running.get(update.request_id)
+            if completion is None:
+                continue
+            completion.update(update)
+            if completion.finish_reason is not None:
+                self._running.pop(update.request_id, None)
+                if completion.matched_stop_string:
+                    self.engine.abort(update.request_id)
+        return updates
 
 
 class _Group:
@@ -275,6 +296,10 @@ class _Group:
         self.requests = requests
         self.ids: list[int] = []
         self.completions: list[Completion] = []
+
+    @property
+    def num_unshown(self) -> int:
+        return sum(c.has_delta for c in self.completions)
 
     @property
     def num_finished(self) -> int:

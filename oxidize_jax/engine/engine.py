@@ -97,44 +97,48 @@ class Engine:
         self._check = check_invariants
         self._ids = itertools.count()
         self._queue: list[tuple[int, int, EngineRequest]] = []
+        self._unfinished: set[int] = set()
         self._reset()
 
     def _reset(self) -> None:
         """A fresh device state. What had a slot is forgotten; the host queue stays."""
         r = self.config.max_num_requests
+        self._unfinished &= {request_id for _, request_id, _ in self._queue}
         self.state: EngineState = init_state(self.config, self.model)
         self._slots: list[int | None] = [None] * r
         self._requests: dict[int, tuple[int, EngineRequest]] = {}
         self._cursor = np.zeros((r,), np.int32)
+        self._aborted_slots: list[int] = []
 
     @property
     def num_unfinished(self) -> int:
         """Requests that are waiting, queued or running."""
-        return len(self._queue) + len(self._requests)
+        return len(self._unfinished)
 
     def has(self, request_id: int) -> bool:
         """Whether the request is still waiting, queued or running."""
-        return request_id in self._requests or any(e[1] == request_id for e in self._queue)
+        return request_id in self._unfinished
 
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id. Raises ValueError for what can never run."""
         self.validate(request)
         request_id = next(self._ids)
+        self._unfinished.add(request_id)
         heapq.heappush(self._queue, (request.priority, request_id, request))
         return request_id
 
     def abort(self, request_id: int) -> bool:
-        """Drop a request, queued or running. False if it is unknown or has finished."""
-        for i, entry in enumerate(self._queue):
-            if entry[1] == request_id:
-                self._queue.pop(i)
-                heapq.heapify(self._queue)
-                return True
-        if request_id not in self._requests:
+        """Drop a request, queued or running. False if it is unknown or has finished.
+
+        Its blocks are free after the next :meth:`step`. It touches no device state, so a
+        garbage collector may call it at any moment, in the middle of a step too.
+        """
+        if request_id not in self._unfinished:
             return False
-        slot = self._requests.pop(request_id)[0]
-        # The slot stays taken until a drain sees that the row is gone.
-        self._update(programs.abort(self.state.scheduler, np.int32(slot)))
+        self._unfinished.discard(request_id)
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            self._aborted_slots.append(running[0])
         return True
 
     def step(self, max_steps: int = STEPS_PER_DISPATCH) -> list[RequestUpdate]:
@@ -146,6 +150,7 @@ class Engine:
         if not 1 <= max_steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
         try:
+            self._abort_slots()
             self._fill_slots()
             self.state = programs.run(
                 self.config, self.model, self.params, self.state, np.int32(max_steps)
@@ -189,16 +194,27 @@ class Engine:
                 f"{config.max_logprobs}, set where the engine is made."
             )
 
+    def _abort_slots(self) -> None:
+        # The slot stays taken until a drain sees that the row is gone.
+        while self._aborted_slots:
+            slot = np.int32(self._aborted_slots.pop())
+            self._update(programs.abort(self.state.scheduler, slot))
+
     def _fill_slots(self) -> None:
         """Move queued requests into free slots, the first in line first."""
-        free = [slot for slot, owner in enumerate(self._slots) if owner is None]
-        for slot in free[: len(self._queue)]:
+        for slot, owner in enumerate(self._slots):
+            while self._queue and self._queue[0][1] not in self._unfinished:
+                heapq.heappop(self._queue)  # aborted while it was queued
+            if not self._queue:
+                return
+            if owner is not None:
+                continue
             _, request_id, request = heapq.heappop(self._queue)
             new = self._new_request(request_id, request)
-            self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
             self._slots[slot] = request_id
             self._requests[request_id] = (slot, request)
             self._cursor[slot] = len(request.prompt_token_ids)
+            self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
 
     def _new_request(self, request_id: int, request: EngineRequest) -> NewRequest:
         config, prompt = self.config, request.prompt_token_ids
@@ -246,18 +262,27 @@ class Engine:
                 continue
             if ended[slot]:
                 self._slots[slot] = None
-            if owner not in self._requests:  # aborted
+            entry = self._requests.get(owner)
+            if entry is None:  # aborted
                 continue
-            updates.append(self._read(slot, owner, drained, bool(ended[slot])))
+            updates.append(self._read(slot, owner, entry[1], drained, bool(ended[slot])))
             self._cursor[slot] = drained.num_tokens[slot]
             if ended[slot]:
-                del self._requests[owner]
+                self._requests.pop(owner, None)
+                self._unfinished.discard(owner)
         return updates
 
-    def _read(self, slot: int, owner: int, drained: programs.Drained, ended: bool) -> RequestUpdate:
+    def _read(
+        self,
+        slot: int,
+        owner: int,
+        request: EngineRequest,
+        drained: programs.Drained,
+        ended: bool,
+    ) -> RequestUpdate:
         count = int(drained.num_tokens[slot] - self._cursor[slot])
         reason = int(drained.finish_reason[slot])
-        alternatives = self._requests[owner][1].num_logprobs
+        alternatives = request.num_logprobs
         top = None
         if alternatives:
             ids = drained.top_ids[slot, :count, :alternatives].tolist()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -311,3 +312,46 @@ def test_bfloat16_weights_and_cache_run(make_llm):
     llm = make_llm(dtype="bfloat16")
     (output,) = llm.generate("Hello", GREEDY)
     assert len(output.outputs[0].token_ids) == 8
+
+
+def test_threads_share_one_llm(llm):
+    expected = llm.generate("Hello", WARM)[0].outputs[0].text
+    results = []
+
+    def one_shot():
+        results.append(llm.generate("Hello", WARM)[0].outputs[0].text)
+
+    def streamed():
+        results.append("".join(d.text for d in llm.stream("Hello", WARM)))
+
+    threads = [threading.Thread(target=work) for work in (one_shot, streamed) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 8
+
+
+def test_many_more_prompts_than_slots(llm):
+    prompts = [[i % 250, i // 250] for i in range(700)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert [output.prompt_token_ids for output in outputs] == [tuple(p) for p in prompts]
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+
+
+def test_an_interrupted_call_leaves_the_llm_usable(llm, monkeypatch):
+    expected = ids_of(llm.generate("Hello", WARM))
+    step, calls = llm.engine.step, []
+
+    def interrupted(max_steps):
+        calls.append(max_steps)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return step(1)
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "there"], WARM)
+    monkeypatch.undo()
+    assert llm.engine.num_unfinished == 0
+    assert ids_of(llm.generate("Hello", WARM)) == expected
