@@ -127,7 +127,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, through the model's chat template."""
         conversations = as_conversations(messages)
-        prompts = [self.chat_prompt(m, **template_options) for m in conversations]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                prompts.append(self.chat_prompt(conversation, **template_options))
+            except ValueError as error:
+                where = f"conversations[{i}]: " if len(conversations) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
         groups = self._groups(prompts, sampling_params)
         for group in groups:
             group.prompt = self.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)

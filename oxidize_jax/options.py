@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import os
 import tomllib
 from pathlib import Path
@@ -64,7 +65,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            value = _plain(getattr(self, field.name))
+            _check_type(field.name, value, str(field.type))
+            object.__setattr__(self, field.name, value)
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(
@@ -85,6 +88,13 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+def _plain(value: Any) -> Any:
+    """A Python number for a whole number of another kind, such as numpy's."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
 def _check_type(name: str, value: Any, annotation: str) -> None:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
@@ -99,9 +109,11 @@ def load_options(path: str | Path) -> dict[str, Any]:
 
     Raises ValueError naming the file and an unknown key, with the nearest known one.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"config={path!r}: give the path of a .toml file.")
     path = Path(path).expanduser()
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(
             f"config={str(path)!r}: {error.strerror or error}; give a .toml file."
@@ -176,7 +188,14 @@ def _check_memory(options: Options, model: ModelConfig, config: EngineConfig) ->
     cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
     token = 4 * (2 + 2 * config.max_logprobs)
     requests = config.max_num_requests * config.max_model_len * token
+    activations = _activation_bytes(model, config)
     free = _free_memory()
+    if activations > free:
+        raise ValueError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
+            f"{config.max_num_seqs} take about {activations / _GIB:.1f} GiB in a step, but "
+            f"{free / _GIB:.1f} GiB are free: lower them."
+        )
     if cache + requests > free:
         raise ValueError(
             f"num_blocks={config.num_blocks} takes {cache / _GIB:.1f} GiB and max_num_seqs="
@@ -185,17 +204,31 @@ def _check_memory(options: Options, model: ModelConfig, config: EngineConfig) ->
         )
 
 
+def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What the largest step needs at least: one layer's float32 activations, and the logits."""
+    heads = model.num_heads + 2 * model.num_kv_heads
+    token = 2 * model.hidden_size + 2 * model.intermediate_size + heads * model.head_dim
+    samples = min(config.max_num_seqs, config.max_num_batched_tokens)
+    return 4 * (config.max_num_batched_tokens * token + samples * model.vocab_size)
+
+
 def _fitting_blocks(options: Options, model: ModelConfig, config: EngineConfig) -> int:
     """Blocks for ``max_num_seqs`` full sequences, or as many as the memory takes."""
     block_bytes = kv_block_bytes(options, model, config.block_size)
     memory = _kv_memory(options)
     fitting = memory // block_bytes
+    if fitting < 1:
+        raise ValueError(
+            f"block_size={config.block_size} takes {block_bytes / _GIB:.3g} GiB for one block of "
+            f"this model, but {memory / _GIB:.3g} GiB are given to the KV cache: lower block_size "
+            "or raise kv_cache_gib."
+        )
     if fitting < config.blocks_per_seq:
         need = config.blocks_per_seq * block_bytes / _GIB
         raise ValueError(
-            f"max_model_len={config.max_model_len} needs {need:.2f} GiB of KV cache for one "
-            f"sequence, but {memory / _GIB:.2f} GiB are given: lower max_model_len to "
-            f"{max(fitting, 1) * config.block_size} or raise kv_cache_gib."
+            f"max_model_len={config.max_model_len} needs {need:.3g} GiB of KV cache for one "
+            f"sequence, but {memory / _GIB:.3g} GiB are given: lower max_model_len to "
+            f"{fitting * config.block_size} or raise kv_cache_gib."
         )
     return min(fitting, config.max_num_seqs * config.blocks_per_seq)
 

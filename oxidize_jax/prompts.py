@@ -15,6 +15,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}]``."""
 
+_BYTES = (bytes, bytearray, memoryview)
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
@@ -24,7 +25,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise ValueError(f"prompts is {type(prompts).__name__}: give {_FORMS}, or a list of those.")
     if prompts and all(_is_whole(item) for item in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -70,7 +71,7 @@ def as_ids(prompt: Any) -> tuple[int, ...]:
     """Token ids of a prompt given as such."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
         raise ValueError(f"prompt is {type(prompt).__name__}: give {_FORMS}.")
     for i, item in enumerate(prompt):
         if not _is_whole(item):
@@ -86,7 +87,7 @@ def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:
     if len(keys) != 1:
         raise ValueError(
             "prompt is a dict that must have exactly one of 'prompt' and 'prompt_token_ids', "
-            f"and has {sorted(prompt.keys())}."
+            f"and has {sorted(map(str, prompt.keys()))}."
         )
     return prompt[keys.pop()]
 

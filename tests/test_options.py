@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from oxidize_jax import options as module
@@ -291,3 +292,19 @@ def test_table_of_the_gpu_preset_is_right(accelerator, gpu, total):
         assert memory / GIB == pytest.approx(gib, abs=0.6)
         per_token = kv_block_bytes(Options(), LLAMA3_8B, 1)
         assert memory / per_token == pytest.approx(tokens, rel=0.01)
+
+
+def test_numbers_of_numpy_are_plain_numbers():
+    options = Options(max_num_seqs=np.int64(4))
+    assert type(options.max_num_seqs) is int
+
+
+def test_a_preset_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "bom.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + b"max_num_seqs = 3\n")
+    assert load_options(path) == {"max_num_seqs": 3}
+
+
+def test_a_preset_that_is_no_path_is_refused():
+    with pytest.raises(ValueError, match="config=None"):
+        load_options(None)

@@ -171,11 +171,8 @@ class Engine:
         """Refuse, with a ValueError, what :meth:`add` would refuse."""
         config = self.config
         check_prompt(config, len(request.prompt_token_ids))
-        ids = np.asarray(request.prompt_token_ids)
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt_token_ids has type {ids.dtype}: must be whole numbers.")
-        check_token_ids("prompt_token_ids", ids, self.model.vocab_size)
-        stops = np.asarray(request.stop_token_ids, np.int64)
+        stops = request.stop_token_ids
+        check_token_ids("prompt_token_ids", request.prompt_token_ids, self.model.vocab_size)
         check_token_ids("stop_token_ids", stops, self.model.vocab_size)
         if len(stops) > config.max_stop_token_ids:
             raise ValueError(

@@ -124,9 +124,12 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r}: must be a number; give one, or leave {name} out.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name}={value!r}: must be a finite number; give one.")
+        raise ValueError(f"{name}={str(value)[:40]}: must be a finite number; give one.")
     return number
 
 

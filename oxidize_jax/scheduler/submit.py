@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.rows import finish
@@ -58,7 +60,8 @@ def check_prompt(config: EngineConfig, num_prompt_tokens: int) -> None:
         raise ValueError(
             f"prompt has {num_prompt_tokens} tokens, but max_model_len={config.max_model_len} "
             f"must hold prompt and at least one new token: shorten the prompt to "
-            f"{config.max_model_len - 1} tokens or raise max_model_len."
+            f"{config.max_model_len - 1} tokens or, if the model was made for more, raise "
+            f"max_model_len."
         )
     blocks = -(-num_prompt_tokens // config.block_size)
     if blocks > config.num_blocks:
@@ -69,14 +72,16 @@ def check_prompt(config: EngineConfig, num_prompt_tokens: int) -> None:
         )
 
 
-def check_token_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, before 32-bit arithmetic could wrap them."""
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if bad.size:
-        raise ValueError(
-            f"{name}[{bad[0]}]={ids[bad[0]]}: token ids must be in 0 to {vocab_size - 1}, "
-            f"the model's vocabulary."
-        )
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise ValueError(f"{name}[{i}]={token!r}: token ids must be whole numbers.")
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{name}[{i}]={token}: token ids must be in 0 to {vocab_size - 1}, "
+                f"the model's vocabulary."
+            )
 
 
 def submit(

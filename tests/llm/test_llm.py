@@ -251,6 +251,10 @@ def test_chat_uses_the_template_for_one_and_for_many(llm):
         (None, "NoneType"),
         (3, "int"),
         (b"a", "bytes"),
+        (bytearray(b"a"), "bytearray"),
+        ([memoryview(b"a")], "memoryview"),
+        ({1: 2, "a": 3}, "exactly one of"),
+        ([[2**70]], r"prompt_token_ids\[0\]=1180591620717411303424"),
         ([None], "NoneType"),
     ],
 )
@@ -261,6 +265,12 @@ def test_bad_prompts_are_one_line_and_nothing_runs(llm, prompts, message):
     assert "\n" not in str(error.value)
     assert llm.engine.num_unfinished == 0
     assert int(llm.engine.state.scheduler.totals.steps) == steps
+
+
+def test_a_bad_conversation_among_good_ones_is_named(llm):
+    good = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match=r"conversations\[1\]: "):
+        llm.chat([good, [{"role": "user"}]], GREEDY)
 
 
 @pytest.mark.parametrize("messages", [None, "hi", [], [{}], [{"role": "user"}], [["x"]], [3]])
@@ -292,7 +302,10 @@ def test_parameters_must_match_the_prompts_and_the_engine(llm):
         ({"policy": "fair"}, "policy='fair'"),
         ({"attention": "flash"}, "flash"),
         ({"kv_cache_gib": math.nan}, "kv_cache_gib=nan"),
-        ({"kv_cache_gib": 1e-6}, "lower max_model_len"),
+        ({"kv_cache_gib": 5e-7}, "lower block_size or raise kv_cache_gib"),
+        ({"kv_cache_gib": 1e-6}, "lower max_model_len to 4 or raise"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens=1000000000.*GiB are free"),
+        ({"max_num_seqs": 10**8}, "max_num_seqs=100000000"),
         ({"seed": -1}, "seed=-1"),
         ({"tokenizer": "no/such/folder"}, "no/such/folder"),
     ],
