@@ -187,7 +187,7 @@ def test_memory_for_less_than_one_sequence_is_refused_with_what_would_fit():
     with pytest.raises(ValueError, match="lower max_model_len") as caught:
         engine_config(chosen, SMOLLM2)
     message = str(caught.value)
-    assert "max_model_len=8192 needs 0.35 GiB" in message
+    assert "max_model_len=8192 needs 0.352 GiB" in message
     assert "0.25 GiB are given" in message
     (length,) = re.findall(r"lower max_model_len to (\d+)", message)
     assert engine_config(dataclasses.replace(chosen, max_model_len=int(length)), SMOLLM2)
