@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,25 @@ class TokenType(enum.IntEnum):
     BYTE = 6
 
 
+_TYPES: dict[str, type] = {
+    "model": str,
+    "pre": str,
+    "bos_token_id": int,
+    "eos_token_id": int,
+    "eot_token_id": int,
+    "eom_token_id": int,
+    "unknown_token_id": int,
+    "padding_token_id": int,
+    "add_bos_token": bool,
+    "add_eos_token": bool,
+    "add_space_prefix": bool,
+    "remove_extra_whitespaces": bool,
+}
+_ITEM_TYPES: dict[str, type] = {"tokens": str, "merges": str, "token_type": int, "scores": float}
+"""Keys below ``tokenizer.ggml`` and the type of their value, or of the items of their list."""
+
+_SPELLED = {str: "text", int: "an integer", bool: "true or false", float: "a float"}
+
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of the ids that end a text, a turn and a message to a tool."""
 
@@ -51,6 +71,9 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
     not keep ``lstrip``/``rstrip`` of a token, so none strips the text beside it.
     """
     metadata = source if isinstance(source, Mapping) else _read_metadata(Path(source))
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        _check_type("tokenizer.chat_template", template, str)
     vocab = _Vocabulary(metadata)
     kind = vocab.get("model")
     if kind == "gpt2":
@@ -59,8 +82,8 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
         backend, adds_bos = _sentencepiece_bpe(vocab), True
     else:
         raise ValueError(
-            f"tokenizer.ggml.model={kind!r} is not supported: only 'gpt2' (byte-level BPE) and "
-            "'llama' (SentencePiece) are."
+            f"tokenizer.ggml.model={reprlib.repr(kind)} is not supported: only 'gpt2' "
+            "(byte-level BPE) and 'llama' (SentencePiece) are."
         )
     _add_matched_tokens(backend, vocab)
     _add_sequence_ends(backend, vocab, adds_bos)
@@ -69,7 +92,7 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
         vocab_size=len(vocab.tokens),
         eos_token_ids=vocab.ids(*EOS_KEYS),
         special_tokens=vocab.named(),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
     )
 
 
@@ -77,6 +100,26 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
     from oxidize_jax.checkpoints.gguf_header import read_gguf_header
 
     return read_gguf_header(path).metadata
+
+
+def _check_type(key: str, value: Any, wanted: type) -> None:
+    # Not isinstance: true is no token id.
+    if type(value) is not wanted:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)}: must be {_SPELLED[wanted]}; the file is damaged: "
+            "convert the model again."
+        )
+
+
+def _check_list(key: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{key}={reprlib.repr(value)}: must be a list; the file is damaged: convert the "
+            "model again."
+        )
+    for index, item in enumerate(value):
+        if type(item) is not wanted:
+            _check_type(f"{key}[{index}]", item, wanted)
 
 
 class _Vocabulary:
@@ -108,7 +151,16 @@ class _Vocabulary:
                 self.types[token_id] = TokenType.CONTROL
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+        """The value of a key, of the type that the key asks for; ``default`` without one."""
+        key = f"tokenizer.ggml.{name}"
+        value = self._metadata.get(key)
+        if value is None:
+            return default
+        if name in _TYPES:
+            _check_type(key, value, _TYPES[name])
+        else:
+            _check_list(key, value, _ITEM_TYPES[name])
+        return value
 
     def need(self, name: str) -> Any:
         value = self.get(name)
@@ -197,8 +249,9 @@ def _byte_level_bpe(vocab: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = vocab.get("pre", "default")
     if pre not in PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer.ggml.pre={pre!r} is not supported (only {', '.join(PRE_TOKENIZERS)}): a "
-            "wrong pre-tokenizer gives wrong ids; load the tokenizer from a Hugging Face folder."
+            f"tokenizer.ggml.pre={reprlib.repr(pre)} is not supported (only "
+            f"{', '.join(PRE_TOKENIZERS)}): a wrong pre-tokenizer gives wrong ids; load the "
+            "tokenizer from a Hugging Face folder."
         )
     if vocab.get("add_space_prefix", False):
         raise ValueError(
@@ -218,7 +271,9 @@ def _byte_level_bpe(vocab: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _merge(index: int, line: str) -> tuple[str, str]:
     left, space, right = line.partition(" ")
     if not (left and space and right) or " " in right:
-        raise ValueError(f"tokenizer.ggml.merges[{index}]={line!r}: not two tokens and a space.")
+        raise ValueError(
+            f"tokenizer.ggml.merges[{index}]={reprlib.repr(line)}: not two tokens and a space."
+        )
     return left, right
 
 
@@ -286,8 +341,9 @@ def _bpe(
     try:
         return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
     except Exception as error:  # the library raises a bare Exception
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}"
+            f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {reason}"
         ) from None
 
 

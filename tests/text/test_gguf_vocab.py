@@ -212,3 +212,40 @@ def test_byte_level_metadata_that_cannot_be_used(byte_level_metadata, changes, m
 def test_spm_metadata_that_cannot_be_used(spm_metadata, changes, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_gguf(spm_metadata(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": "257"}, "eos_token_id='257': must be an integer"),
+        ({"eos_token_id": [257]}, r"eos_token_id=\[257\]: must be an integer"),
+        ({"eot_token_id": True}, "eot_token_id=True: must be an integer"),
+        ({"bos_token_id": "x"}, "bos_token_id='x': must be an integer"),
+        ({"padding_token_id": "x"}, "padding_token_id='x': must be an integer"),
+        ({"unknown_token_id": 1.0}, "unknown_token_id=1.0: must be an integer"),
+        ({"model": 5}, "tokenizer.ggml.model=5: must be text"),
+        ({"pre": ["smollm"]}, r"tokenizer.ggml.pre=\['smollm'\]: must be text"),
+        ({"pre": "x" * 999}, r"tokenizer.ggml.pre='x+\.\.\.x+' is not supported"),
+        ({"add_bos_token": 1}, "add_bos_token=1: must be true or false"),
+        ({"tokens": 5}, "tokenizer.ggml.tokens=5: must be a list"),
+        ({"tokens": list(range(462))}, r"tokenizer.ggml.tokens\[0\]=0: must be text"),
+        ({"token_type": 5}, "tokenizer.ggml.token_type=5: must be a list"),
+        ({"token_type": [1.5] * 462}, r"token_type\[0\]=1.5: must be an integer"),
+        ({"merges": 5}, "tokenizer.ggml.merges=5: must be a list"),
+        ({"merges": "a b"}, "tokenizer.ggml.merges='a b': must be a list"),
+        ({"merges": [1, 2]}, r"tokenizer.ggml.merges\[0\]=1: must be text"),
+    ],
+)
+def test_metadata_of_the_wrong_type_is_named_in_one_line(byte_level_metadata, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer.from_gguf(byte_level_metadata(**changes))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_other_metadata_of_the_wrong_type(byte_level_metadata, spm_metadata):
+    with pytest.raises(ValueError, match=r"scores\[0\]='0': must be a float"):
+        Tokenizer.from_gguf(spm_metadata(scores=["0"] * 460))
+    template = {"tokenizer.chat_template": ["x"]}
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template=\['x'\]: must be text"):
+        Tokenizer.from_gguf(byte_level_metadata() | template)
