@@ -48,8 +48,9 @@ def fill_parameters(
             target = np.dtype(np.float32) if name.endswith("norm.weight") else dtype
             whole = _aligned_empty(shapes[name], target)
             layers = whole if name.startswith("layers.") else whole[None]
+            row_map = opened.row_maps[name]() if name in opened.row_maps else None
             for layer, tensor in zip(layers, tensors, strict=True):
-                _fill(layer, tensor, opened.row_maps.get(name))
+                _fill(layer, tensor, row_map)
                 bar.update()
             parameters[name] = place(name, whole)
     return parameters

@@ -184,9 +184,9 @@ class _Fields:
         return value
 
 
-def _row_maps(config: ModelConfig) -> dict[str, np.ndarray]:
-    queries = rotary_row_map(config.num_heads, config.head_dim)
-    keys = rotary_row_map(config.num_kv_heads, config.head_dim)
+def _row_maps(config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
+    queries = functools.partial(rotary_row_map, config.num_heads, config.head_dim)
+    keys = functools.partial(rotary_row_map, config.num_kv_heads, config.head_dim)
     return {
         "layers.q.weight": queries,
         "layers.q.bias": queries,

@@ -81,5 +81,7 @@ class OpenCheckpoint:
     refusal: CheckpointError | None = None
     harmless: frozenset[str] = frozenset()
     """Tensors that may be left unread where no parameter asks for them."""
-    row_maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Parameter -> i64[rows]: row of the parameter that each row in the file becomes."""
+    row_maps: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(default_factory=dict)
+    """Parameter -> what makes i64[rows]: row of the parameter that each row in the file becomes.
+
+    Made only after all shapes are checked: a damaged head count must not eat the memory."""

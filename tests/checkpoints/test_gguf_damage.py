@@ -162,3 +162,15 @@ def test_surplus_tensor_is_refused_by_name(tmp_path, config, name):
     path = write_gguf(tmp_path / "m.gguf", config, random_params(config), extra=extra)
     with pytest.raises(CheckpointError, match=f"'{name}'"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv"])
+def test_impossible_head_counts_do_not_take_memory(tmp_path, config, key):
+    heads = {"attention.head_count": 2**31 - 2, key: 2**31 - 2}
+    path = write_gguf(tmp_path / "m.gguf", config, random_params(config), changes=heads)
+    named = r"m\.gguf: tensor 'blk\.0\.attn_\w+\.weight' has shape"
+    with pytest.raises(CheckpointError, match=named):
+        load_checkpoint(path)
+    info = describe_checkpoint(path)
+    assert not info.supported
+    assert "blk.0.attn_" in info.reason
