@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,16 @@ def load_hf_folder(path: Path) -> Tokenizer:
     extra = [*_extra_special(special_map), *_extra_special(settings)]
     _add_declared_tokens(backend, settings, [*names.values(), *extra])
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocabulary.values(), default=-1) + 1
     own = [vocabulary[names[name]] for name in ("eos_token", "eot_token") if name in names]
+    limit = max(vocab_size, _model_vocab_size(path / "config.json"))
     return make_tokenizer(
         backend,
-        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        vocab_size=vocab_size,
         eos_token_ids=[
             *own,
-            *_declared_eos(path / "config.json"),
-            *_declared_eos(path / "generation_config.json"),
+            *_declared_eos(path / "config.json", limit),
+            *_declared_eos(path / "generation_config.json", limit),
         ],
         special_tokens=names,
         chat_template=_chat_template(path, settings),
@@ -129,14 +132,27 @@ def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
     )
 
 
-def _declared_eos(file: Path) -> list[int]:
+def _model_vocab_size(file: Path) -> int:
+    """``vocab_size`` of config.json, often padded beyond the tokenizer's; 0 without one."""
+    size = _read_json(file).get("vocab_size")
+    # Anything else is for the reader of the model's configuration to refuse.
+    return size if isinstance(size, int) else 0
+
+
+def _declared_eos(file: Path, vocab_size: int) -> list[int]:
     """``eos_token_id`` of a config file: a number, a list, null or absent."""
     value = _read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise ValueError(
-                f"{file}: eos_token_id={value!r}: must be an id of 0 or more, or a list of them."
+                f"{file}: eos_token_id={reprlib.repr(value)}: must be an id of 0 or more, or a "
+                "list of them."
+            )
+        if token_id >= vocab_size:
+            raise ValueError(
+                f"{file}: eos_token_id={reprlib.repr(value)} is outside the vocabulary of "
+                f"{vocab_size} tokens: the files are of different models, or the id is wrong."
             )
     return ids
 

@@ -60,6 +60,22 @@ def test_eos_that_is_no_id(hf_folder, value):
         Tokenizer.from_hf_folder(hf_folder(config={"eos_token_id": value}))
 
 
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+@pytest.mark.parametrize("value", [5000, [2, 5000]])
+def test_eos_outside_the_vocabulary_is_refused(hf_folder, file, value):
+    # The tokenizer has 462 tokens; a model's vocabulary may be padded beyond that.
+    with pytest.raises(ValueError, match=rf"/{file}\.json: eos_token_id=.*5000.* of 462 tokens"):
+        Tokenizer.from_hf_folder(hf_folder(**{file: {"eos_token_id": value}}))
+
+
+def test_eos_in_the_padding_of_the_models_vocabulary_is_an_id(hf_folder):
+    files = {"config": {"vocab_size": 512}, "generation_config": {"eos_token_id": 511}}
+    assert Tokenizer.from_hf_folder(hf_folder(**files)).eos_token_ids == (2, 511)
+    files["generation_config"] = {"eos_token_id": 512}
+    with pytest.raises(ValueError, match=r"eos_token_id=512 is outside .* of 512 tokens"):
+        Tokenizer.from_hf_folder(hf_folder(**files))
+
+
 def test_no_truncation_and_no_padding(hf_folder):
     tokenizer = Tokenizer.from_hf_folder(hf_folder())  # the file says 4 tokens, padded to 4
     assert len(tokenizer.encode("x" * 100)) == 100
