@@ -43,21 +43,53 @@ def resolve_model(model: str | Path, *, allow_download: bool = True) -> Resolved
     """
     if isinstance(model, str) and model in BUILTIN_MODELS:
         return ResolvedModel("gguf", fetch_builtin(model, allow_download=allow_download))
-    path = Path(model).expanduser()
+    if model == "":
+        raise CheckpointError("model='': a model name is empty; give a name, a path or a repo id.")
+    try:
+        return _resolve_local(model) or _resolve_repo(str(model), allow_download)
+    except OSError as error:  # a name too long, a folder that may not be read
+        reason = error.strerror or type(error).__name__
+        raise CheckpointError(f"model={_shown(model)}: {reason}.") from None
+
+
+def _resolve_local(model: str | Path) -> ResolvedModel | None:
+    """The folder or file at ``model``; None if there is none and it need not be a path."""
+    path = _expanded(model)
     if path.is_dir():
         return _resolve_folder(path)
     if path.is_file():
         return ResolvedModel("gguf", check_is_gguf(path))
+    if path.exists():
+        raise CheckpointError(f"model={_shown(model)}: is not a regular file or a folder.")
     if isinstance(model, Path) or _looks_like_path(model):
         raise CheckpointError(
-            f"model={str(model)!r}: there is no such file or folder.{_near(path)}"
+            f"model={_shown(model)}: there is no such file or folder.{_near(path)}"
         )
+    return None
+
+
+def _expanded(model: str | Path) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # "~name" of a user there is not
+        raise CheckpointError(
+            f"model={_shown(model)}: there is no such user's home folder."
+        ) from None
+
+
+def _resolve_repo(model: str, allow_download: bool) -> ResolvedModel:
     if _REPO_ID.fullmatch(model):
         return _resolve_folder(_fetch_repo(model, allow_download))
     raise CheckpointError(
-        f"model={model!r}: not a built-in model ({', '.join(sorted(BUILTIN_MODELS))}), a folder, "
-        f"a .gguf file or a Hugging Face repo id such as 'org/name'.{_near(path)}"
+        f"model={_shown(model)}: not a built-in model ({', '.join(sorted(BUILTIN_MODELS))}), a "
+        f"folder, a .gguf file or a Hugging Face repo id such as 'org/name'.{_near(Path(model))}"
     )
+
+
+def _shown(model: str | Path, limit: int = 200) -> str:
+    """The name in quotes, cut where it is too long for a line."""
+    name = str(model)
+    return repr(name) if len(name) <= limit else f"{name[:limit]!r}... ({len(name)} characters)"
 
 
 def _looks_like_path(model: str) -> bool:

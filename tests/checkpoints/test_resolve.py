@@ -74,6 +74,24 @@ def test_missing_file_names_what_is_near(gguf_file):
         resolve_model(wrong)
 
 
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("x" * 5000, r"model='x+'\.\.\. \(5000 characters\): "),
+        ("/" + "x" * 5000 + ".gguf", r"model='/x+'\.\.\. \(5006 characters\): "),
+        ("", "a model name is empty"),
+        ("/dev/null", "model='/dev/null': is not a regular file or a folder"),
+        ("~no-such-user-here/m.gguf", "no such user"),
+    ],
+)
+def test_names_that_no_model_can_have_are_one_line(model, named):
+    with pytest.raises(CheckpointError, match=named) as caught:
+        resolve_model(model)
+    assert "\n" not in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 def test_misspelt_builtin_names_the_right_one():
     with pytest.raises(CheckpointError, match="Did you mean 'smollm2-135m-instruct'"):
         resolve_model("smollm2-135m-instuct")
