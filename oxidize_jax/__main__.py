@@ -1,7 +1,5 @@
 """``python -m oxidize_jax`` is the command ``oxidize-jax``."""
 
-import sys
+from oxidize_jax.cli import run_process
 
-from oxidize_jax.cli import main
-
-sys.exit(main())
+run_process()

@@ -30,8 +30,8 @@ def progress_bar(total: int, *, shown: bool, unit: str = "seq", label: str = "")
 
 
 def is_watched() -> bool:
-    """Whether someone sees the error stream as it is written."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    """Whether someone sees the error stream as it is written; not where it is closed."""
+    return (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
 
 
 class _NoBar:

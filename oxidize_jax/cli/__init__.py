@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from oxidize_jax.cli import generate, models
 from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
@@ -37,6 +38,21 @@ Text goes to standard output, all else to standard error. OXIDIZE_JAX_TRACEBACK=
 where an error comes from."""
 
 
+def run_process() -> NoReturn:
+    """Run the command as the whole of this process, and end it.
+
+    After Ctrl-C the interpreter is not shut down: that waits for XLA's threads, which may
+    compile on for a minute, and they crash once what they use is gone.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
@@ -48,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # XLA writes machine details and slow compilations to stderr as errors ("3" hides these);
     # what is wrong with a run comes as an exception all the same. Read when jax is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _open_closed_streams()
     # A console that lacks a character of the text shows a question mark and not an error.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
@@ -67,6 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
         return _report(error, FAILED_RUN)
+
+
+def _open_closed_streams() -> None:
+    """Connect streams that the shell has closed (``>&-``), None in Python, to nowhere.
+
+    In the order of their numbers, which are also the next free ones: no file or socket that
+    is opened later takes the place of one, to be written to by a library in C.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(argv: Sequence[str] | None) -> int:
