@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from oxidize_jax.cli import generate, models
+from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
 from oxidize_jax.cli.parser import Parser, parse
 
@@ -133,7 +134,7 @@ def _print_version() -> int:
 
     from oxidize_jax import __version__
 
-    devices = jax.devices()
+    devices = start_backend()
     print(f"oxidize-jax {__version__}")
     print(f"jax {jax.__version__}")
     kind, platform = devices[0].device_kind, devices[0].platform

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.models import announce_fetch
 from oxidize_jax.cli.parser import (
     Parser,
@@ -136,6 +137,7 @@ def llm_options(args: argparse.Namespace, count: int, params: SamplingParams) ->
 
 
 def _load(options: dict[str, Any], status: Status) -> LLM:
+    start_backend()
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 

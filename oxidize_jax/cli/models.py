@@ -7,6 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.parser import Parser, UsageError
 from oxidize_jax.cli.terminal import Status, binary_size
 
@@ -115,6 +116,7 @@ def _shape_rows(config: ModelConfig) -> dict[str, str]:
     """Rows that need the model's configuration."""
     from oxidize_jax.options import Options, kv_block_bytes
 
+    start_backend()
     sizes = {
         d: kv_block_bytes(Options(kv_cache_dtype=d), config, 1) for d in ("float32", "bfloat16")
     }

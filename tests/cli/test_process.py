@@ -58,6 +58,23 @@ def test_interrupt_of_the_first_compilation_is_quiet_and_quick(config, tmp_path,
     assert time.time() - start < 3
 
 
+@pytest.mark.parametrize("backend", ["cuda", "warp"])
+@pytest.mark.parametrize("argv", [["--version"], ["generate", "x", "--model"], ["models"]])
+def test_backend_that_does_not_start_is_one_line(tiny, tmp_path, backend, argv):
+    done = subprocess.run(
+        [*COMMAND, *argv, *([] if argv == ["--version"] else [str(tiny)])],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path, JAX_PLATFORMS=backend),
+    )
+    if backend == "cuda" and done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    start = f"oxidize-jax: error: JAX could not start the backend {backend}"
+    assert done.stderr.startswith(start)
+    assert done.stderr.endswith("; unset JAX_PLATFORMS or set JAX_PLATFORMS=cpu.\n")
+
+
 @pytest.mark.parametrize("stream", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_take_nothing_and_break_nothing(stream):
     command = f'"$@" {stream}'
