@@ -17,6 +17,7 @@ from oxidize_jax.cli.parser import (
     add_engine_options,
     add_sampling_options,
     engine_options,
+    filled,
     sampling_params,
 )
 from oxidize_jax.cli.prompts import read_prompts
@@ -66,6 +67,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     prompts.add_argument(
         "--file",
+        type=filled,
         action="append",
         default=[],
         metavar="FILE",
@@ -104,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(status.clear)
         status.show("starting ...")
         options = llm_options(args, len(texts), params)
+        _check_logprobs(params, options)
         stack.enter_context(stats.listening())
         llm = _load(options, status)
         stats.loaded()
@@ -134,6 +137,18 @@ def llm_options(args: argparse.Namespace, count: int, params: SamplingParams) ->
     if (params.logprobs or 0) > _DEFAULT_MAX_LOGPROBS:
         options.setdefault("max_logprobs", min(params.logprobs or 0, _MOST_LOGPROBS))
     return options
+
+
+def _check_logprobs(params: SamplingParams, options: dict[str, Any]) -> None:
+    """As the engine does, but before the model is loaded."""
+    from oxidize_jax.options import Options
+
+    limit = options.get("max_logprobs", Options.max_logprobs)
+    if (params.logprobs or 0) > limit:
+        raise UsageError(
+            f"--logprobs {params.logprobs}: the limit is --max-logprobs {limit}; ask for fewer, or "
+            "raise that (it takes memory for every token)."
+        )
 
 
 def _load(options: dict[str, Any], status: Status) -> LLM:

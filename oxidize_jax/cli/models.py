@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from oxidize_jax.cli.backend import start_backend
-from oxidize_jax.cli.parser import Parser, UsageError
+from oxidize_jax.cli.parser import Parser, UsageError, filled
 from oxidize_jax.cli.terminal import Status, binary_size
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "model",
+        type=filled,
         nargs="?",
         metavar="MODEL",
         help="a built-in name, a .gguf file, a Hugging Face folder or repo id",

@@ -16,6 +16,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 POLICIES = ("prefill_first", "decode_first")
 
 
+_NO_VALUE = "expected one argument"
+"""What argparse says of an option at the end, and of a value that looks like an option."""
+
+
 class UsageError(ValueError):
     """Arguments that make no sense, in words for the person who typed them."""
 
@@ -30,6 +34,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError, where argparse would print the usage and exit."""
+        if message.endswith(_NO_VALUE):
+            option = message.removeprefix("argument ").partition(":")[0]
+            message += f"; one that starts with - is joined by =, as in {option}=-x"
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
@@ -59,6 +66,13 @@ def _near(parser: argparse.ArgumentParser, word: str) -> str:
     known = [flag for action in parser._actions for flag in action.option_strings]
     matches = difflib.get_close_matches(word.partition("=")[0], known, n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def filled(text: str) -> str:
+    """An argparse type: any text but none, which a shell makes of a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; give a value or leave it out")
+    return text
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -112,17 +126,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
+        type=filled,
         metavar="MODEL",
         help="a built-in name, a .gguf file, a Hugging Face folder or repo id "
         "(default: smollm2-135m-instruct)",
     )
-    model.add_argument("--tokenizer", metavar="PATH", help="take the tokenizer from here instead")
+    model.add_argument(
+        "--tokenizer",
+        type=filled,
+        metavar="PATH",
+        help="take the tokenizer from here instead",
+    )
     _choice(model, "dtype", DTYPES, "of the weights; auto: float32 on a CPU, else bfloat16")
     _choice(model, "kv_cache_dtype", DTYPES, "of the KV cache; auto: as --dtype")
 
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--config",
+        type=filled,
         metavar="FILE",
         help="read these options from a TOML file, with underscores in their names; the "
         "command line wins",

@@ -17,8 +17,8 @@ def read_prompts(given: Sequence[str], files: Sequence[str]) -> list[str]:
     Blank lines of a file are skipped, and ``-`` is standard input. Standard input that is
     read for want of anything else is one prompt, line breaks and all.
 
-    Raises ValueError for an empty prompt, a file without any, text that is not UTF-8, or
-    if nothing is given and standard input is a terminal; OSError for a file that is not there.
+    Raises ValueError for an empty prompt, a file that cannot be read or has none, text that
+    is not UTF-8, or if nothing is given and standard input is a terminal.
     """
     prompts = list(given)
     for number, prompt in enumerate(prompts, 1):
@@ -46,7 +46,13 @@ def _lines(file: str) -> list[str]:
 
 
 def _read(file: str) -> str:
-    data = sys.stdin.buffer.read() if file == STDIN else Path(file).expanduser().read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if file == STDIN else Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--file {file}: {error.strerror}; give a text file that can be read, or - for "
+            "standard input."
+        ) from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

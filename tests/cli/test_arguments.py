@@ -109,6 +109,12 @@ def test_version_names_ours_jax_and_the_device(run):
         (["--max-model-len", "1"], ["--max-model-len", "'1'", "2 or more"]),
         (["--kv-cache-gib", "inf"], ["--kv-cache-gib", "'inf'", "above 0"]),
         (["--max-token", "5"], ["--max-token;", "did you mean --max-tokens?"]),
+        (["--temperature", "-inf"], ["--temperature: expected one", "as in --temperature=-x"]),
+        (["--prompt", "-x"], ["--prompt: expected one", "as in --prompt=-x"]),
+        (["--file", ""], ["--file: is empty"]),
+        (["--model", ""], ["--model: is empty"]),
+        (["--tokenizer", " "], ["--tokenizer: is empty"]),
+        (["--config", ""], ["--config: is empty"]),
         (["--qqqqqqq"], ["no option --qqqqqqq (see"]),
     ],
 )
@@ -131,6 +137,11 @@ def test_words_after_options_are_prompts_too():
 def test_stray_argument_of_another_command(refused):
     assert "'two'" in refused("models", "one", "two")
     assert "generat" in refused("generat", "x")
+    assert "MODEL: is empty" in refused("models", "")
+
+
+def test_value_that_starts_with_a_dash():
+    assert parsed("--prompt=-x").prompt == ["-x"]
 
 
 def test_every_option_and_parameter_is_an_argument():
@@ -248,7 +259,10 @@ def test_prompt_file_that_cannot_be_used(refused, tmp_path, stdin):
         "generate", "--file", bad
     )
     assert "blank.txt: there is no prompt in it" in refused("generate", "--file", blank)
-    assert "none.txt: No such file" in refused("generate", "--file", tmp_path / "none.txt")
+    message = refused("generate", "--file", tmp_path / "none.txt")
+    assert message.startswith("--file ")
+    assert "none.txt: No such file or directory; give a text file" in message
+    assert "Is a directory; give a text file" in refused("generate", "--file", tmp_path)
     stdin(b"\xff")
     assert "standard input: byte 0 (0xff)" in refused("generate", "--file", "-")
 

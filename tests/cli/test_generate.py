@@ -227,11 +227,22 @@ def test_bad_requests_are_one_line_each(refused, config, tiny, tmp_path):
     assert "max_model_len=64" in message
     message = refused(*argv, "--raw", "ok", "a" * 70)
     assert message.startswith("prompts[1]: ")
-    assert "logprobs=4" in refused(*argv, "x", "--json", "--logprobs", "4", "--max-logprobs", "3")
     assert "max_model_len=999" in refused(*argv, "x", "--max-model-len", "999")
     assert "warp" in refused(*argv, "x", "--attention", "warp")
     assert "no such file" in refused(*argv, "x", "--model", tmp_path / "nothing.gguf")
     assert "tokenizer=" in refused(*argv, "x", "--tokenizer", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("argv", "limit"),
+    [(["4", "--max-logprobs", "3"], 3), (["1000000", "--max-logprobs", "20"], 20), (["9"], 3)],
+)
+def test_too_many_logprobs_are_refused_before_the_model_is_loaded(
+    refused, config, monkeypatch, argv, limit
+):
+    monkeypatch.setattr(LLM, "__init__", None)
+    message = refused("generate", "--config", config, "x", "--json", "--logprobs", *argv)
+    assert message.startswith(f"--logprobs {argv[0]}: the limit is --max-logprobs {limit}; ")
 
 
 def test_damaged_and_unknown_models_are_one_line_each(refused, tmp_path):
