@@ -14,7 +14,8 @@ try:
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from oxidize_jax.text.sandbox import Sandbox, TemplateLimit, render_limited
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError("Chat templates need the jinja2 package: pip install jinja2") from error
 
@@ -31,7 +32,8 @@ def render_chat(
     """The text that ``template`` makes of a conversation.
 
     A template comes with a checkpoint, so it is run as untrusted code: sandboxed, and
-    over plain data (strings, numbers, lists, dicts) that it cannot change. It finds what
+    over plain data (strings, numbers, lists, dicts) that it cannot change, within the limits
+    of :mod:`~oxidize_jax.text.sandbox` on steps, text and time. It finds what
     Hugging Face templates expect: ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
     ``continue``, ``{% generation %}``, ``raise_exception``, ``strftime_now``, a
     ``tojson`` that escapes nothing, and ``tools`` and ``documents`` that are none unless
@@ -49,7 +51,7 @@ def render_chat(
 
     Raises:
         ValueError: bad messages, or the template is not valid, does something unsafe,
-            fails, or refuses these messages.
+            takes too long or too much memory, fails, or refuses these messages.
     """
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     names = {
@@ -61,11 +63,13 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        return _compiled(template).render(names)
+        return render_limited(_compiled(template), names)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"chat template line {error.lineno}: {error.message}") from None
     except SecurityError as error:
         raise ValueError(f"chat template refused, it is not safe to run: {error}") from None
+    except TemplateLimit as error:
+        raise ValueError(f"chat template stopped: {error}.") from None
     except _Refused as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from None
     except Exception as error:  # a template can fail in any way that Python can
@@ -135,7 +139,7 @@ def _plain(value: Any, where: str) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = _Sandbox(
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
@@ -144,17 +148,6 @@ def _compiled(template: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(template)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses an unsafe attribute where it is asked for.
-
-    jinja2 hands out an undefined value there, which prints as nothing: a hostile template
-    would go unnoticed until it did more.
-    """
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -112,6 +112,56 @@ def test_templates_that_fail(template, message):
         render(template)
 
 
+_NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+_MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+_DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = "
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'x' * 10000000000 }}", "text or list of more than 10000000"),
+        ("{{ 10000000000 * [1] }}", "text or list of more than 10000000"),
+        (_DOUBLED + "ns.x + ns.x %}{% endfor %}", "text or list of more than 10000000"),
+        (_DOUBLED + "ns.x ~ ns.x %}{% endfor %}", "text or list of more than 10000000"),
+        (_DOUBLED + "'x' * 9999999 %}{% endfor %}", "500000000 in all"),
+        ("{{ 9 ** 9999999 }}", "number of more than 4096 bits"),
+        ("{{ 2 ** 4000 * 2 ** 4000 }}", "number of more than 4096 bits"),
+        (
+            "{% set x = 'x' * 999999 %}{% for i in range(11) %}{{ x }}{% endfor %}",
+            "renders more than 10000000 characters",
+        ),
+    ],
+)
+def test_templates_without_end_are_stopped(template, message):
+    with pytest.raises(ValueError, match=f"chat template stopped: .*{message}"):
+        render(template)
+
+
+@pytest.mark.parametrize("template", [_NESTED, _MACRO + "{{ f(40) }}"])
+def test_loops_and_macros_without_end_are_stopped(monkeypatch, template):
+    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_STEPS", 9999)
+    with pytest.raises(ValueError, match="chat template stopped: its loops and macros take more"):
+        render(template)
+
+
+def test_a_template_that_takes_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"chat template stopped: it takes more than 0\.05 sec"):
+        render("{% for i in range(99999) %}{% set x = range(9999) | list %}{% endfor %}")
+
+
+def test_limits_are_for_each_rendering_and_leave_the_operators_as_they_are(monkeypatch):
+    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_STEPS", 1000)
+    template = (
+        "{% macro twice(x) %}{{ x ~ x }}{% endmacro %}{% set x = 'ab' * 3 + 'c' %}"
+        "{% for i in range(999) %}{% if loop.last %}{{ loop.index ~ x ~ none }}{% endif %}"
+        "{% endfor %}{{ twice(2 ** 3 + 1.5) }}{{ [1] + [2] * 2 }}{{ 2 * 3 }}"
+    )
+    for _ in range(3):
+        assert render(template) == "999abababcNone9.59.5[1, 2, 2]6"
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
