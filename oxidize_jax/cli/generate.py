@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,9 @@ def run(args: argparse.Namespace) -> int:
             status.clear()
             stats.count(outputs)
             _print_all(texts, outputs, as_json=args.json)
+            if not args.json:
+                for note in cut_notes(params, outputs):
+                    status.note(note)
     if args.stats:
         stats.print()
     return 0
@@ -196,16 +200,27 @@ def _stream(
             stats.finished(len(prompt))
             print(end="" if text.endswith("\n") else "\n", flush=True)
             if delta.finish_reason == "length":
-                status.note(why_cut(params, count, delta.stop_reason))
+                status.note(f"[cut off: {why_cut(params, count, delta.stop_reason)}]")
 
 
 def why_cut(params: SamplingParams, count: int, stop_reason: int | str | None) -> str:
     """Tell a person why a text ends in mid-sentence."""
     if stop_reason == "kv_cache_exhausted":
-        return "[cut off: the KV cache is full; a larger --kv-cache-gib or --num-blocks gives more]"
+        return "the KV cache is full; a larger --kv-cache-gib or --num-blocks gives more"
     if count == params.max_tokens:
-        return f"[cut off: --max-tokens is {count}; a larger one gives more]"
-    return "[cut off: prompt and output have reached --max-model-len, or the model's own limit]"
+        return f"--max-tokens is {count}; a larger one gives more"
+    return "prompt and output have reached --max-model-len, or the model's own limit"
+
+
+def cut_notes(params: SamplingParams, outputs: Sequence[RequestOutput]) -> list[str]:
+    """A line for each reason why some of the texts end in mid-sentence."""
+    texts = [completion for output in outputs for completion in output.outputs]
+    reasons = Counter(
+        why_cut(params, len(text.token_ids), text.stop_reason)
+        for text in texts
+        if text.finish_reason == "length"
+    )
+    return [f"[{n} of {len(texts)} texts cut off: {reason}]" for reason, n in reasons.items()]
 
 
 def _print_all(texts: Sequence[str], outputs: Sequence[RequestOutput], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees beside the text; nothing of it where nobody watches."""
+"""What is said on standard error beside the text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Status:
             self._shown = False
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Say something that stays, whether or not someone watches."""
         self.clear()
-        if self.watched:
-            print(text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def binary_size(size: float) -> str:

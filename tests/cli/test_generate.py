@@ -13,8 +13,8 @@ import pytest
 from write_checkpoints import random_params, write_gguf
 
 from oxidize_jax import LLM, SamplingParams
+from oxidize_jax.cli.generate import cut_notes, why_cut
 from oxidize_jax.cli.generate import record as json_record
-from oxidize_jax.cli.generate import why_cut
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.outputs import CompletionOutput, Logprob, RequestOutput, Usage
@@ -37,6 +37,11 @@ def expected(llm):
     return texts
 
 
+def cut(tokens, of=""):
+    """What standard error says of texts that end at ``--max-tokens``."""
+    return f"[{of}cut off: --max-tokens is {tokens}; a larger one gives more]\n"
+
+
 def line(text):
     """``text`` as it is printed."""
     return text if text.endswith("\n") else text + "\n"
@@ -44,7 +49,7 @@ def line(text):
 
 def test_lone_prompt_prints_the_text_and_nothing_else(generate, expected):
     (text,) = expected("once", max_tokens=9)
-    assert generate("--raw", "once", "--max-tokens", "9") == (0, line(text), "")
+    assert generate("--raw", "once", "--max-tokens", "9") == (0, line(text), cut(9))
 
 
 def test_text_streams_from_the_second_piece_on(generate, expected, monkeypatch):
@@ -74,7 +79,7 @@ def test_prompts_run_as_one_batch_under_headers(generate, expected, tmp_path, mo
     file.write_text(f"over\n\n{'ab ' * 11}\n")
     status, out, err = generate("--raw", "--file", file, "--max-tokens", "6")
     assert out == (f"=== 1/2: over\n{line(first)}=== 2/2: {' '.join(['ab'] * 11)}\n{line(second)}")
-    assert (status, err, calls) == (0, "", [2])
+    assert (status, err, calls) == (0, cut(6, "2 of 2 texts "), [2])
 
 
 def test_completions_have_headers_and_differ(generate, expected):
@@ -85,7 +90,7 @@ def test_completions_have_headers_and_differ(generate, expected):
         0,
         f"=== 1/1, completion 1/2: once\n{line(first)}"
         f"=== 1/1, completion 2/2: once\n{line(second)}",
-        "",
+        cut(6, "2 of 2 texts "),
     )
 
 
@@ -195,7 +200,8 @@ def test_stats_go_to_standard_error(generate, expected):
     (text,) = expected("once", max_tokens=9)
     status, out, err = generate("--raw", "once", "--max-tokens", "9", "--stats")
     assert (status, out) == (0, line(text))
-    rows = [re.split(" {2,}", row, maxsplit=1) for row in err.splitlines()]
+    assert err.startswith(cut(9))
+    rows = [re.split(" {2,}", row, maxsplit=1) for row in err.splitlines()[1:]]
     table = dict(rows)
     names = ["load", "compile", "first text", "tokens", "speed", "peak memory"]
     assert [name for name, _ in rows] == names
@@ -209,15 +215,31 @@ def test_stats_go_to_standard_error(generate, expected):
 
 def test_person_at_a_terminal_is_told_why_a_text_ends(generate, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    cut = "[cut off: --max-tokens is 3; a larger one gives more]\n"
     _, out, err = generate("--raw", "once", "--max-tokens", "3")
     assert out
-    assert err.endswith(cut)
+    assert err.endswith(cut(3))
     assert "starting ..." in err
     assert "compiles" in err
     _, _, err = generate("--raw", "once", "--max-tokens", "none")
     assert "[cut off: prompt and output have reached --max-model-len" in err
     assert "KV cache is full" in why_cut(SamplingParams(), 3, "kv_cache_exhausted")
+
+
+def test_cut_texts_are_counted_by_reason():
+    def text(index, finish_reason, stop_reason=None, tokens=3):
+        return CompletionOutput(
+            index, "x", (7,) * tokens, 0.0, None, finish_reason, stop_reason=stop_reason
+        )
+
+    cut_off, full = text(0, "length"), text(1, "length", "kv_cache_exhausted", 2)
+    outputs = [
+        RequestOutput(0, None, (1,), (cut_off, full), Usage(1, 5, 0)),
+        RequestOutput(1, None, (1,), (text(0, "stop"), text(1, "length")), Usage(1, 6, 0)),
+    ]
+    first, second = cut_notes(SamplingParams(max_tokens=3), outputs)
+    assert first == "[2 of 4 texts cut off: --max-tokens is 3; a larger one gives more]"
+    assert second.startswith("[1 of 4 texts cut off: the KV cache is full; ")
+    assert cut_notes(SamplingParams(max_tokens=3), []) == []
 
 
 def test_bad_requests_are_one_line_each(refused, config, tiny, tmp_path):
@@ -282,9 +304,9 @@ def test_second_start_is_as_quiet_and_compiles_nothing(config, tmp_path, expecte
     (text,) = expected("once", max_tokens=9)
     argv = [config, tmp_path, "--raw", "once", "--max-tokens", "9", "--ignore-eos"]
     first, second = subprocess_run(*argv), subprocess_run(*argv, "--stats")
-    assert (first.returncode, first.stdout, first.stderr) == (0, line(text), "")
+    assert (first.returncode, first.stdout, first.stderr) == (0, line(text), cut(9))
     assert (second.returncode, second.stdout) == (0, line(text))
-    assert [row[:11].rstrip() for row in second.stderr.splitlines()] == [
+    assert [row[:11].rstrip() for row in second.stderr.splitlines()[1:]] == [
         "load", "compile", "first text", "tokens", "speed", "peak memory",
     ]  # fmt: skip
     assert " with 0 programs" not in second.stderr
