@@ -76,6 +76,9 @@ def render_chat(
         raise ValueError(f"chat template failed: {type(error).__name__}: {error}") from None
 
 
+_MAX_INDENT = 100  # characters for each level of JSON
+
+
 class _Refused(Exception):
     """``raise_exception(message)`` in a template."""
 
@@ -168,6 +171,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(indent, int) and indent > _MAX_INDENT:
+        raise TemplateLimit(f"it indents JSON by more than {_MAX_INDENT}")
     # jinja2's own filter escapes &, <, > and ' for HTML, which a model never saw.
     return json.dumps(
         value,

@@ -2,15 +2,18 @@
 
 jinja2's own sandbox keeps a template from reaching Python; it leaves a template free to
 loop for days or to make a text of terabytes. Here every turn of a loop and every call of a
-macro counts, and so does every text or list that an operator makes.
+macro counts, and so does what operators, and the methods and filters that can make a short
+text a long one, make.
 """
 
 from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -33,6 +36,12 @@ MAX_SECONDS = 10.0
 """Time of one rendering, looked at between steps."""
 
 _MAX_BITS = 4096  # of a whole number
+
+# Methods of texts, and filters, that make something longer by a number they are given.
+_WIDENING = ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "zfill")
+
+# A field of five digits or more, or of a width that is an argument itself.
+_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)|\{[^{}]*\d{5}|\{[^{}]+\{")
 
 
 class TemplateLimit(Exception):
@@ -107,21 +116,38 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """
 
     code_generator_class = _LimitedCode
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in (*_WIDENING, "format", "join", "replace"):
+            if name in self.filters:
+                self.filters[name] = _checked_filter(name, self.filters[name])
+        del self.globals["lipsum"]  # text of any length, and of no use in a chat
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Raises ``SecurityError``."""
         raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """``left + right``, ``left * right`` or ``left ** right``, if it is not too large."""
+        """One of the ``intercepted_binops``, if what it makes is not too large."""
         if operator == "+":
             _budget.get().make(_length(left) + _length(right))
         elif operator == "*":
             _check_product(left, right)
-        else:
+        elif operator == "**":
             _check_power(left, right)
+        elif isinstance(left, str):
+            _check_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call in a template; a method of a text must not make it too long."""
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str):
+            _check_growth(method.__name__, text, (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
 
     def concatenate(self, parts: Iterable[Any]) -> str:
         """``a ~ b``."""
@@ -141,6 +167,39 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 count = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
                 node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
         return tree
+
+
+def _checked_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    leading = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value, *rest = args[leading:]
+        if name == "join":  # what is joined may be read only once
+            value = list(value)
+            _check_growth(name, str(rest[0] if rest else kwargs.get("d", "")), (value,))
+        else:
+            # By name in any order; only of replace does the order matter.
+            named = sorted(kwargs.items(), key=lambda item: item[0] != "old")
+            _check_growth(name, value, (*rest, *(argument for _, argument in named)))
+        return function(*args[:leading], value, *rest, **kwargs)
+
+    return checked
+
+
+def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+    """Counts what a method of ``value``, or a filter of it, makes; at most, where unknown."""
+    budget = _budget.get()
+    if name in _WIDENING:
+        widths = [width for width in arguments if isinstance(width, int)]
+        budget.make(max(1, _length(value)) * max(1, *widths, 1))
+    elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
+        budget.make(sum(len(str(item)) + len(value) for item in arguments[0]))
+    elif name == "replace" and len(arguments) > 1:
+        old, new = map(str, arguments[:2])
+        budget.make(len(str(value)) + str(value).count(old) * len(new))
+    elif name == "format" and _WIDE_FIELD.search(str(value)):
+        raise TemplateLimit("it formats a field of 10000 characters or more, or of any width")
 
 
 def _length(value: Any) -> int:

@@ -138,6 +138,52 @@ def test_templates_without_end_are_stopped(template, message):
         render(template)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'x' | center(10000000000)",
+        "'x'.center(10000000000)",
+        "'x'.ljust(width)",
+        "messages | tojson(indent=10000000000)",
+        "('x' * 99999) | replace(new='x' * 99999, old='x')",
+        "'x' | indent(10000000000, true)",
+        "[1] | batch(10000000000, 0) | list",
+        "('x' * 99999) | replace('x', 'x' * 99999)",
+        "('x' * 99999).replace('x', 'x' * 99999)",
+        "(['x' * 99999] * 99999) | join",
+        "[1, 2] | join('x' * 9999999)",
+        "'x'.join(['x' * 99999] * 99999)",
+        "'%10000000000d' % 1",
+        "'%*d' % (width, 1)",
+        "'%10000000000d' | format(1)",
+        "'{:>10000000000}'.format(1)",
+        "'{:{}}'.format(1, width)",
+    ],
+)
+def test_methods_and_filters_that_make_long_texts_are_stopped(expression):
+    with pytest.raises(ValueError, match=r"chat template stopped: it (makes|formats|indents)"):
+        render("{{ " + expression + " }}", width=10**10)
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'x' | center(5)", "  x  "),
+        ("'x'.ljust(3) ~ 'x'.zfill(2)", "x  0x"),
+        ("'a\\nb' | indent(2, true)", "  a\n  b"),
+        ("'a\\nb' | indent('> ')", "a\n> b"),
+        ("[1, 2, 3] | batch(2, 0) | list", "[[1, 2], [3, 0]]"),
+        ("'axa' | replace('a', 'bb') ~ 'axa'.replace('a', 'c', 1)", "bbxbbcxa"),
+        ("messages | map(attribute='role') | join(', ')", "user"),
+        ("messages | join('-', attribute='content') ~ '-'.join(['a', 'b'])", "Hia-b"),
+        ("'%s in 2024123 at 100%%' % 5", "5 in 2024123 at 100%"),
+        ("'%3d' | format(5) ~ '{:>3} 2024123'.format(7)", "  5  7 2024123"),
+    ],
+)
+def test_methods_and_filters_make_what_they_always_did(expression, text):
+    assert render("{{ " + expression + " }}") == text
+
+
 @pytest.mark.parametrize("template", [_NESTED, _MACRO + "{{ f(40) }}"])
 def test_loops_and_macros_without_end_are_stopped(monkeypatch, template):
     monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_STEPS", 9999)
