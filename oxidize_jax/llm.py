@@ -89,6 +89,9 @@ class LLM:
         self.engine = Engine(self.config, decoder, params, check_invariants=chosen.check_invariants)
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
+        # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
+        vocab_size = checkpoint.config.vocab_size
+        self._eos = tuple(i for i in self.tokenizer.eos_token_ids if i < vocab_size)
         self._running: dict[int, Completion] = {}
         self._lock = threading.RLock()
 
@@ -174,7 +177,7 @@ class LLM:
     def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
         text, ids = self._encode(prompt)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        eos = () if params.ignore_eos else self._eos
         limit = self.config.max_model_len
         requests = [
             EngineRequest(
