@@ -147,7 +147,7 @@ def test_check_prompt_refuses_with_the_numbers(length, message):
 def test_check_prompt_leaves_room_for_one_new_token():
     config = EngineConfig(max_model_len=8, max_num_seqs=2)
     check_prompt(config, 7)
-    with pytest.raises(ValueError, match="shorten the prompt to 7 tokens or raise max_model_len"):
+    with pytest.raises(ValueError, match="shorten the prompt to 7 tokens or, if the model"):
         check_prompt(config, 8)
 
 
