@@ -116,9 +116,11 @@ def swap_holder(pool, gained, lost):
 def fork(hand, parent, child):
     """Let row ``child`` hold the blocks of row ``parent`` in place of its own."""
     rows, pool = hand.state.rows, hand.state.pool
-    table = rows.block_table.copy()
-    pool = swap_holder(pool, table[parent], table[child])
-    table[child] = table[parent]
+    before = rows.block_table
+    pool = swap_holder(pool, before[parent], before[child])
+    # A new array: the transition runs on, and may read its arguments where they are.
+    table = before.copy()
+    table[child] = before[parent]
     hand.set(replace(hand.state, pool=pool, rows=replace(rows, block_table=table)))
 
 
