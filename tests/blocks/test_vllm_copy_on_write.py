@@ -41,7 +41,7 @@ test_prefix_caching_block.py
   touch_block -> commit: only_full_blocks_are_registered; cases: kv06_equal_prompts_in_one_step
   find_cached_blocks_prefix -> a_new_chain_evicts_no_more_than_it_needs
   reset_prefix_cache -> a_reset_*; differs by design: never refused
-  get_num_full_blocks_touched -> not ours: counts for a swap
+  prefix_caching_block_get_num_full_blocks_touched -> not ours: counts for a swap
   ComputedBlocksTracker: get_num_cached_tokens, correct_block_hash -> admit:
     a_hit_leaves_at_least_one_token_to_compute; correct_extra_hash -> prefix: salts_do_not_share
 test_common.py

@@ -51,8 +51,8 @@ v1/core/test_kv_cache_utils.py
   kv_cache_block_uses_slots -> not ours: Python objects
   *extra_keys*, *mm*, *prompt_embeds*, *lora* -> not ours: multimodal, embeddings, LoRA
   *kv_cache_config*, *kv_cache_spec*, *mla*, *page_size*, *concurrency*, *max_model_len*,
-    *num_gpu_blocks*, *groups*, resolve_block_hashes_*, hidden_state_group_*, hma_*,
-    check_enough_* -> not ours: sizes of unlike layers (llm: sizes from the memory there is)
+    *num_gpu_blocks*, *groups*, *uniform_type_spec*, resolve_block_hashes_*,
+    hidden_state_group_*, hma_*, check_enough_* -> not ours: layers of unlike sizes
 
 core/test_scheduler.py, core/test_chunked_prefill_scheduler.py (v0)
   prefix_caching_aware_prefills -> prompts_that_fit_thanks_to_their_hits_run_together
