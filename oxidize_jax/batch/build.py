@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from oxidize_jax.arrays import prefix_sum, segment_of
+from oxidize_jax.arrays import prefix_sum, segments
 from oxidize_jax.batch.buckets import Bucket
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
@@ -25,7 +25,7 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
     num_decodes = jnp.sum(scheduled == 1, dtype=jnp.int32)
 
     token = jnp.arange(t, dtype=jnp.int32)
-    place = segment_of(layout.ends, token)
+    place = segments(layout.ends, t)
     row = layout.rows.at[place].get(mode="fill", fill_value=seqs)
     live = token < layout.ends[-1]
     row = jnp.where(live, row, seqs)
@@ -40,6 +40,8 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
     )
     slot = block * config.block_size + position % config.block_size
     no_slot = config.num_blocks * config.block_size
+    # A token whose KV came with shared blocks is run for its logits only.
+    writes = live & (position >= _row(rows.kv_len, row, 0))
 
     kv_lens = jnp.where(scheduled > 0, computed + scheduled, 0)
     sampling = sampling_rows(state)
@@ -51,7 +53,7 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
         token_ids=jnp.where(live, ids, 0),
         positions=position,
         token_rows=row,
-        slot_mapping=jnp.where(live, slot, no_slot),
+        slot_mapping=jnp.where(writes, slot, no_slot),
         block_tables=rows.block_table,
         kv_lens=kv_lens,
         decode_rows=jnp.where(decode < num_decodes, row[: bucket.decode_rows], seqs),
@@ -86,9 +88,13 @@ def _layout(state: SchedulerState) -> _Layout:
     """Decoding rows first, then prefilling ones, each in the order of the plan."""
     order = state.plan.order
     counts = state.plan.num_scheduled[order]
-    # A stable sort of three classes: decode, prefill, idle.
-    kind = jnp.where(counts == 1, 0, jnp.where(counts > 1, 1, 2))
-    perm = jnp.argsort(kind, stable=True)
+    # A stable partition into three classes: decode, prefill, idle.
+    decode, prefill = counts == 1, counts > 1
+    place = jnp.zeros_like(counts)
+    for kind in (decode, prefill, counts == 0):
+        first = jnp.sum(place > 0, dtype=jnp.int32)
+        place = jnp.where(kind, first + prefix_sum(kind), place)
+    perm = jnp.zeros_like(counts).at[place - 1].set(jnp.arange(counts.size, dtype=jnp.int32))
     return _Layout(order[perm], counts[perm])
 
 
@@ -101,7 +107,7 @@ def _tiles(
     tiles = tiles_for(counts, q)
     ends = prefix_sum(tiles)
     tile = jnp.arange(bucket.tiles, dtype=jnp.int32)
-    place = segment_of(ends, tile)
+    place = segments(ends, bucket.tiles)
     used = tile < ends[-1]
     nth = tile - _row(ends - tiles, place, 0)
     begin = _row(layout.starts, place, 0) + nth * q

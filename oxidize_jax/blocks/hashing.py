@@ -15,9 +15,13 @@ _WORDS = (0x9E3779B9, 0x85EBCA6B)
 _FIRST = (0x243F6A88, 0xB7E15162)
 
 
-def root_hash(salt: jax.Array) -> jax.Array:
-    """u32[..., 2]: parent hash of a sequence's first block, for salt ``i32[...]``."""
-    salt = salt.astype(jnp.uint32)
+def root_hash(salt: jax.Array, secret: jax.Array | int = 0) -> jax.Array:
+    """u32[..., 2]: parent hash of a sequence's first block.
+
+    ``salt i32[...]`` is the request's, ``secret u32[]`` the pool's: who does not know it
+    cannot make prompts whose blocks crowd one place of the index.
+    """
+    salt = salt.astype(jnp.uint32) ^ _mix(jnp.asarray(secret, jnp.uint32))
     return jnp.stack([_mix(salt ^ jnp.uint32(word)) for word in _FIRST], axis=-1)
 
 

@@ -29,6 +29,8 @@ NOT_IN_RING = -1
 """``lru_pos`` of a block that is not cached (a mark that is compared, never an index)."""
 NO_SERIAL = 0
 """``serial`` of a block that is not registered."""
+DETACHED = 1
+"""``parent`` that no registered block has as its serial: what follows it is never hit."""
 _RENUMBER = 2**30
 """Ring position from which the ring counts from 0 again: far inside 32 bits."""
 
@@ -65,6 +67,8 @@ class BlockPool:
     """i32[B]: the block's position in the ring, ``NOT_IN_RING`` where not cached."""
     num_cached: jax.Array
     next_serial: jax.Array
+    secret: jax.Array
+    """u32[]: enters every hash; see :func:`~oxidize_jax.blocks.hashing.root_hash`."""
 
     @property
     def num_blocks(self) -> int:
@@ -88,8 +92,11 @@ class PhysicalTokenBlock:
     """Tokens of a registered block; None where the pool does not know them."""
 
 
-def create(num_blocks: int, block_size: int) -> BlockPool:
-    """A pool of ``num_blocks`` free blocks; the lowest id is taken first."""
+def create(num_blocks: int, block_size: int, secret: int = 0) -> BlockPool:
+    """A pool of ``num_blocks`` free blocks; the lowest id is taken first.
+
+    ``secret`` is any 32-bit word; engines draw one at random.
+    """
     index_size = 1 << (4 * num_blocks - 1).bit_length()
 
     # Every field gets a buffer of its own: the state is donated, and no buffer may be twice.
@@ -112,7 +119,8 @@ def create(num_blocks: int, block_size: int) -> BlockPool:
         ring_tail=full((), 0),
         lru_pos=full((num_blocks,), NOT_IN_RING),
         num_cached=full((), 0),
-        next_serial=full((), NO_SERIAL + 1),
+        next_serial=full((), DETACHED + 1),
+        secret=jnp.full((), secret, jnp.uint32),
     )
 
 
@@ -184,23 +192,53 @@ def share(pool: BlockPool, blocks: BlockId) -> BlockPool:
     )
 
 
-def release(pool: BlockPool, blocks: BlockId) -> BlockPool:
+def release(pool: BlockPool, blocks: BlockId, *, distinct: bool = False) -> BlockPool:
     """Take one holder from each of ``blocks i32[n]`` (padding B; a block may stand twice).
 
     A block that loses its last holder becomes cached if it is registered, else free.
     The order of the list is the order in which cached blocks will be reused, so a
-    sequence gives its tail first.
+    sequence gives its tail first. ``distinct`` says that no block stands twice, as in the
+    table of one sequence.
     """
     n = blocks.shape[0]
-    lane = jnp.arange(n, dtype=jnp.int32)
     ref_count = pool.ref_count.at[blocks].add(-1, mode="drop")
-    last = jnp.full((pool.num_blocks,), -1, jnp.int32).at[blocks].max(lane, mode="drop")
-    dropped = (at_index(ref_count, blocks, 1) == 0) & (at_index(last, blocks, -1) == lane)
+    dropped = at_index(ref_count, blocks, 1) == 0
+    if not distinct:
+        lane = jnp.arange(n, dtype=jnp.int32)
+        last = jnp.full((pool.num_blocks,), -1, jnp.int32).at[blocks].max(lane, mode="drop")
+        dropped = dropped & (at_index(last, blocks, -1) == lane)
     to_ring = dropped & at_index(pool.hashed, blocks, False)
     to_stack = dropped & ~to_ring
     pool = replace(pool, ref_count=ref_count)
     pool = _push_free(pool, blocks, to_stack)
     return _push_cached(pool, blocks, to_ring)
+
+
+def reset_prefix_cache(pool: BlockPool) -> BlockPool:
+    """Forget every registration, so that nothing written so far can be hit again.
+
+    For a change of weights. Cached blocks become free; live ones stay with their holders,
+    whose next blocks must name ``DETACHED`` as their parent. Serials are counted anew.
+    """
+    cached = pool.lru_pos != NOT_IN_RING
+    block = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+    pool = _push_free(pool, block, cached)
+
+    def all_of(field: jax.Array, value: int | bool) -> jax.Array:
+        return jnp.full_like(field, value)
+
+    return replace(
+        pool,
+        hashed=all_of(pool.hashed, False),
+        serial=all_of(pool.serial, NO_SERIAL),
+        index=all_of(pool.index, pool.num_blocks),
+        index_slot=all_of(pool.index_slot, pool.index.shape[0]),
+        lru_pos=all_of(pool.lru_pos, NOT_IN_RING),
+        ring_head=all_of(pool.ring_head, 0),
+        ring_tail=all_of(pool.ring_tail, 0),
+        num_cached=all_of(pool.num_cached, 0),
+        next_serial=all_of(pool.next_serial, DETACHED + 1),
+    )
 
 
 def copy_on_write(
@@ -236,6 +274,7 @@ def writers_that_copy(pool: BlockPool, blocks: BlockId) -> jax.Array:
     """bool[n]: the rows for which :func:`copy_on_write` needs a block."""
     n = blocks.shape[0]
     lane = jnp.arange(n, dtype=jnp.int32)
+    # All pairs are compared: callers ask only where a block is shared at all.
     same = (blocks[:, None] == blocks[None, :]) & (lane[None, :] < lane[:, None])
     earlier = jnp.sum(same, axis=1, dtype=jnp.int32)
     return earlier < at_index(pool.ref_count, blocks, 0) - 1

@@ -43,7 +43,7 @@ def lookup_prefix(pool: BlockPool, tokens: jax.Array, limit: jax.Array, salt: ja
         the last token out.
       salt: i32[] >= 0; sequences share only with those of the same salt.
     """
-    root = hashing.root_hash(salt)
+    root = hashing.root_hash(salt, pool.secret)
     hashes = hashing.prefix_hashes(root, tokens)
     near = candidates(pool, hashes, tokens)
     parents = at_index(pool.parent, near.blocks, 0)

@@ -52,6 +52,9 @@ class EngineRequest:
     """Alternatives per token to return, at most ``max_logprobs``."""
     priority: int = 0
     salt: int = 0
+    """Only requests of one salt share blocks."""
+    use_cache: bool = True
+    """Read the prefix cache, and leave blocks in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +236,8 @@ class Engine:
             "top_p": np.float32(request.top_p),
             "key": np.asarray(request.key, np.uint32),
             "salt": np.int32(request.salt),
+            "use_cache": np.bool_(request.use_cache),
+            "fork_of": np.int32(self.config.max_num_requests),
             "want_logprobs": np.bool_(bool(request.num_logprobs)),
         }
         return NewRequest(**arrays)

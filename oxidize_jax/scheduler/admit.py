@@ -6,15 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import at_index
 from oxidize_jax.blocks import hashing, prefix
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.scheduler.budget import remaining_tokens, tiles_for
+from oxidize_jax.scheduler.budget import tiles_for
+from oxidize_jax.scheduler.queue import (
+    first_in_line,
+    is_candidate,
+    is_preempted,
+    is_waiting_fork,
+    uncommitted,
+)
 from oxidize_jax.scheduler.rows import finish
-from oxidize_jax.scheduler.state import POOL_EXHAUSTED, RUNNING, WAITING, SchedulerState
+from oxidize_jax.scheduler.state import POOL_EXHAUSTED, RUNNING, SchedulerState
 from oxidize_jax.types import replace, state
-
-_INT32_MAX = 2**31 - 1
 
 
 @state
@@ -22,6 +28,8 @@ class Admission:
     """Carry of the admission loop."""
 
     scheduler: SchedulerState
+    sequences: jax.Array
+    """i32[R, N], unchanged; carried so that XLA does not copy it."""
     granted: jax.Array
     """i32[S]: first chunk of each row admitted in this step."""
     tokens: jax.Array
@@ -35,18 +43,21 @@ class Admission:
 def admit(
     config: EngineConfig,
     state: SchedulerState,
+    sequences: jax.Array,
     tokens: jax.Array,
     tiles: jax.Array,
     allowed: jax.Array,
-) -> tuple[SchedulerState, jax.Array]:
+) -> tuple[SchedulerState, jax.Array, jax.Array]:
     """Admit while there is a row, budget and room in the pool.
 
     Args:
+      sequences: i32[R, N], the tokens of the requests, which ``state`` need not hold.
       tokens, tiles: i32[], what the step has left for new rows.
       allowed: bool[], false in a step that preempted.
 
     Returns:
-      ``(state, granted i32[S])``: the tokens of each new row in this step.
+      ``(state, sequences, granted i32[S])``: the tokens of each new row in this step, and
+      ``sequences`` as they were.
     """
 
     def can_admit(carry: Admission) -> jax.Array:
@@ -56,33 +67,35 @@ def admit(
             & ~full
             & (carry.tokens > 0)
             & ((carry.tiles > 0) | (carry.tokens == 1))
-            & jnp.any(_is_candidate(carry.scheduler))
+            & jnp.any(is_candidate(carry.scheduler))
         )
 
     start = Admission(
         scheduler=state,
+        sequences=sequences,
         granted=jnp.zeros((config.max_num_seqs,), jnp.int32),
         tokens=tokens,
         tiles=tiles,
         open=allowed,
     )
     end = lax.while_loop(can_admit, lambda carry: _admit_one(config, carry), start)
-    return end.scheduler, end.granted
+    return end.scheduler, end.sequences, end.granted
 
 
 def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     """Try the first candidate: look its prefix up, check the pool, take row and blocks."""
     state = carry.scheduler
-    request = _first_candidate(state)
-    found = _lookup(config, state, request)
+    request = first_in_line(state, is_candidate(state))
     total = state.requests.num_tokens[request]
+    found = _lookup(config, state, request, carry.sequences[request])
     needed = -(-total // config.block_size)
     lacking = needed - found.num_blocks
     # Preempted while it grew past the whole pool: it could wait for ever.
     hopeless = needed > config.num_blocks
     state = finish(state, jnp.where(hopeless, request, config.max_num_requests), POOL_EXHAUSTED)
-    fits = ~hopeless & (lacking <= _uncommitted(config, state, found.blocks))
-    cached = found.num_blocks * config.block_size
+    fits = ~hopeless & _has_room(config, state, request, lacking, found.blocks)
+    # One token at least is computed, for its logits, even where the KV of all is there.
+    cached = jnp.minimum(found.num_blocks * config.block_size, total - 1)
     chunk = jnp.minimum(total - cached, carry.tokens)
     chunk = jnp.minimum(chunk, jnp.maximum(carry.tiles * config.prefill_tile, 1))
     # The head of the queue that does not fit must change nothing: every write is masked.
@@ -91,7 +104,8 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     row = jnp.where(fits, row, config.max_num_seqs)
     chunk = jnp.where(fits, chunk, 0)
     return Admission(
-        scheduler=_enter(config, state, request, row, found, chunk),
+        scheduler=_enter(config, state, request, row, found, cached, chunk),
+        sequences=lax.optimization_barrier(carry.sequences),
         granted=carry.granted.at[row].set(chunk, mode="drop"),
         tokens=carry.tokens - chunk,
         tiles=carry.tiles - tiles_for(chunk, config.prefill_tile),
@@ -99,28 +113,10 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     )
 
 
-def _is_candidate(state: SchedulerState) -> jax.Array:
-    """bool[R]: waiting, or preempted."""
-    return (state.requests.status == WAITING) | _is_preempted(state)
-
-
-def _is_preempted(state: SchedulerState) -> jax.Array:
-    requests = state.requests
-    return (requests.status == RUNNING) & (requests.row >= state.rows.request.shape[0])
-
-
-def _first_candidate(state: SchedulerState) -> jax.Array:
-    """i32[]: preempted before waiting, then by priority, then by arrival."""
-    requests = state.requests
-    left = _is_candidate(state)
-    for key in (~_is_preempted(state), requests.priority, requests.arrival):
-        least = jnp.min(jnp.where(left, key.astype(jnp.int32), _INT32_MAX))
-        left = left & (key.astype(jnp.int32) == least)
-    return jnp.argmax(left).astype(jnp.int32)
-
-
-def _lookup(config: EngineConfig, state: SchedulerState, request: jax.Array) -> prefix.Prefix:
-    """Prefix of the request's tokens that the pool knows; never the last token."""
+def _lookup(
+    config: EngineConfig, state: SchedulerState, request: jax.Array, tokens: jax.Array
+) -> prefix.Prefix:
+    """Prefix of the request's ``tokens i32[N]`` that the pool knows."""
     requests, k = state.requests, config.block_size
     salt = requests.salt[request]
     if not config.enable_prefix_caching:
@@ -130,32 +126,33 @@ def _lookup(config: EngineConfig, state: SchedulerState, request: jax.Array) -> 
             chain_hash=hashing.root_hash(salt),
             chain_parent=block_pool.root_parent(salt),
         )
-    tokens = jnp.pad(
-        requests.tokens[request], (0, config.blocks_per_seq * k - config.max_model_len)
-    )
-    limit = (requests.num_tokens[request] - 1) // k
+    tokens = jnp.pad(tokens, (0, config.blocks_per_seq * k - config.max_model_len))
+    limit = jnp.where(requests.use_cache[request], requests.num_tokens[request] // k, 0)
     return prefix.lookup_prefix(state.pool, tokens.reshape(-1, k), limit, salt)
 
 
-def _uncommitted(config: EngineConfig, state: SchedulerState, hits: jax.Array) -> jax.Array:
-    """i32[]: blocks the pool can give, less what is promised to others.
+def _has_room(
+    config: EngineConfig,
+    state: SchedulerState,
+    request: jax.Array,
+    lacking: jax.Array,
+    hits: jax.Array,
+) -> jax.Array:
+    """bool[]: ``lacking i32[]`` blocks are there, and rows and blocks for forks to come.
 
-    Promised are the rest of the prompts that are being prefilled, one block for the next
-    tokens of what runs (so that an admission is not undone in the next step), and the
-    cached blocks among ``hits i32[M]``, which stop being available when they are shared.
+    ``hits i32[M]`` are the request's blocks in the cache; those that nobody holds stop
+    being available when they are shared.
     """
-    rows = state.rows
-    left = remaining_tokens(state)
-    computed = state.requests.num_computed.at[rows.request].get(mode="fill", fill_value=0)
-    promised = jnp.maximum(-(-(computed + left) // config.block_size) - rows.num_blocks, 0)
-    running = jnp.any(rows.request < config.max_num_requests)
-    revived = state.pool.ref_count.at[hits].get(mode="fill", fill_value=1) == 0
-    return (
-        block_pool.available(state.pool)
-        - jnp.sum(promised, dtype=jnp.int32)
-        - jnp.sum(revived, dtype=jnp.int32)
-        - running.astype(jnp.int32)
-    )
+    revived = at_index(state.pool.ref_count, hits, 1) == 0
+    idle = state.rows.request >= config.max_num_requests
+    # One block for the next tokens of what runs, so that the next step need not undo this.
+    spare = ~jnp.all(idle)
+    parent_row = at_index(state.requests.row, state.requests.fork_of, config.max_num_seqs)
+    forks = is_waiting_fork(state) & (parent_row < config.max_num_seqs)
+    num_forks = jnp.where(is_preempted(state)[request], 0, jnp.sum(forks, dtype=jnp.int32))
+    taken = jnp.sum(revived, dtype=jnp.int32) + spare.astype(jnp.int32) + num_forks
+    room = uncommitted(config, state) - taken
+    return (lacking <= room) & (jnp.sum(idle, dtype=jnp.int32) > num_forks)
 
 
 def _enter(
@@ -164,13 +161,14 @@ def _enter(
     request: jax.Array,
     row: jax.Array,
     found: prefix.Prefix,
+    cached: jax.Array,
     chunk: jax.Array,
 ) -> SchedulerState:
     """Share the hits, allocate for the first chunk, and fill the row."""
     rows, requests, totals, k = state.rows, state.requests, state.totals, config.block_size
     admitted = row < config.max_num_seqs
     hits = jnp.where(admitted, found.blocks, config.num_blocks)
-    cached = jnp.where(admitted, found.num_blocks * k, 0)
+    cached = jnp.where(admitted, cached, 0)
     held = -(-(cached + chunk) // k)
     growth = jnp.where(admitted, held - found.num_blocks, 0)
     size = min(-(-config.max_num_batched_tokens // k) + 1, config.num_blocks)
@@ -188,6 +186,7 @@ def _enter(
             request=rows.request.at[row].set(request, mode="drop"),
             block_table=rows.block_table.at[row].set(table, mode="drop"),
             num_blocks=rows.num_blocks.at[row].set(held, mode="drop"),
+            kv_len=rows.kv_len.at[row].set(found.num_blocks * k, mode="drop"),
             chain_hash=rows.chain_hash.at[row].set(found.chain_hash, mode="drop"),
             chain_parent=rows.chain_parent.at[row].set(found.chain_parent, mode="drop"),
         ),
@@ -197,6 +196,7 @@ def _enter(
             row=requests.row.at[request].set(row, mode="drop"),
             num_computed=requests.num_computed.at[request].set(cached, mode="drop"),
             num_cached=requests.num_cached.at[first].set(cached, mode="drop"),
+            fork_of=requests.fork_of.at[request].set(config.max_num_requests, mode="drop"),
         ),
         totals=replace(totals, cached_tokens=totals.cached_tokens + cached),
     )

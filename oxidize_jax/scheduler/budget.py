@@ -20,6 +20,11 @@ class Grants:
     prefill: jax.Array
     """The others: prompts to their last token, and recomputation after a preemption."""
 
+    @property
+    def tokens(self) -> jax.Array:
+        """i32[S]: of either kind; a row has one."""
+        return self.decode + self.prefill
+
 
 def tiles_for(tokens: jax.Array, tile: int) -> jax.Array:
     """i32[...]: prefill tiles of a chunk; one token runs as a decode and needs none."""

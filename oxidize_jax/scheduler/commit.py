@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import at_index, prefix_sum
 from oxidize_jax.blocks import hashing, prefix
+from oxidize_jax.blocks.pool import BlockPool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler.state import (
@@ -17,7 +19,10 @@ from oxidize_jax.scheduler.state import (
     STOPPED,
     SchedulerState,
 )
-from oxidize_jax.types import replace
+from oxidize_jax.types import replace, state
+
+_LANES = 32
+"""Rows whose blocks are registered together."""
 
 
 def commit(
@@ -36,12 +41,14 @@ def commit(
 
 
 def _advance(config: EngineConfig, state: SchedulerState) -> SchedulerState:
-    requests, scheduled = state.requests, state.plan.num_scheduled
-    before = requests.num_computed.at[state.rows.request].get(mode="fill", fill_value=0)
-    computed = requests.num_computed.at[state.rows.request].add(scheduled, mode="drop")
+    requests, rows, scheduled = state.requests, state.rows, state.plan.num_scheduled
+    computed = requests.num_computed.at[rows.request].add(scheduled, mode="drop")
+    kv_len = jnp.maximum(rows.kv_len, at_index(computed, rows.request, 0))
+    before = rows.kv_len
     state = replace(
         state,
         requests=replace(requests, num_computed=computed),
+        rows=replace(rows, kv_len=kv_len),
         totals=replace(
             state.totals,
             steps=state.totals.steps + jnp.any(scheduled > 0).astype(jnp.int32),
@@ -55,47 +62,73 @@ def _advance(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     )
     if not config.enable_prefix_caching:
         return state
-    return _register_full_blocks(config, state, before, before + scheduled)
+    return _register_full_blocks(config, state, before)
+
+
+@state
+class _Chains:
+    """Carry of registration."""
+
+    pool: BlockPool
+    chain_hash: jax.Array
+    """u32[S, 2]"""
+    chain_parent: jax.Array
+    """i32[S]"""
+    first: jax.Array
+    """i32[S]: column of each row's next block to register."""
+    tokens: jax.Array
+    """i32[R, N], unchanged. A large array that a loop only reads is carried, and used from
+    the loop's result on: XLA copies one that is closed over and changed afterwards."""
 
 
 def _register_full_blocks(
-    config: EngineConfig, state: SchedulerState, before: jax.Array, after: jax.Array
+    config: EngineConfig, state: SchedulerState, before: jax.Array
 ) -> SchedulerState:
-    """Register the blocks that ``before -> after i32[S]`` computed tokens filled.
+    """Register the blocks that the tokens from ``before i32[S]`` on have filled.
 
-    Each turn takes the next full block of every row, since a block needs its parent's
-    hash; there are as many turns as the longest chunk filled blocks, most often none.
+    Each turn takes the next full block of a few rows, since a block needs its parent's
+    hash. Of many decoding rows one in K fills a block in a step; most often one turn does.
     """
-    k = config.block_size
-    first, end = before // k, after // k
+    k, s = config.block_size, config.max_num_seqs
+    rows, requests = state.rows, state.requests
+    end = jnp.where(at_index(requests.use_cache, rows.request, False), rows.kv_len // k, 0)
+    width = min(s, _LANES)
 
-    def register_next(turn: jax.Array, state: SchedulerState) -> SchedulerState:
-        rows = state.rows
-        column = first + turn
-        live = column < end
-        lane = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
-        block = rows.block_table.at[lane, column].get(mode="fill", fill_value=config.num_blocks)
+    def register_next(carry: _Chains) -> _Chains:
+        due = carry.first < end
+        place = prefix_sum(due) - 1
+        taken = due & (place < width)
+        lane = jnp.full((width,), s, jnp.int32)
+        row = lane.at[jnp.where(taken, place, width)].set(
+            jnp.arange(s, dtype=jnp.int32), mode="drop"
+        )
+        column = at_index(carry.first, row, 0)
+        block = rows.block_table.at[row, column].get(mode="fill", fill_value=config.num_blocks)
         offsets = column[:, None] * k + jnp.arange(k, dtype=jnp.int32)
-        tokens = state.requests.tokens.at[rows.request[:, None], offsets].get(
-            mode="fill", fill_value=0
+        request = at_index(rows.request, row, config.max_num_requests)
+        tokens = carry.tokens.at[request[:, None], offsets].get(mode="fill", fill_value=0)
+        block_hash = hashing.chain_hash(at_index(carry.chain_hash, row, 0), tokens)
+        parent = at_index(carry.chain_parent, row, 0)
+        pool, serial = prefix.register(carry.pool, block, block_hash, tokens, parent)
+        return _Chains(
+            pool=pool,
+            chain_hash=carry.chain_hash.at[row].set(block_hash, mode="drop"),
+            chain_parent=carry.chain_parent.at[row].set(serial, mode="drop"),
+            first=carry.first + taken.astype(jnp.int32),
+            tokens=lax.optimization_barrier(carry.tokens),
         )
-        block_hash = hashing.chain_hash(rows.chain_hash, tokens)
-        pool, serial = prefix.register(
-            state.pool,
-            jnp.where(live, block, config.num_blocks),
-            block_hash,
-            tokens,
-            rows.chain_parent,
-        )
-        rows = replace(
-            rows,
-            chain_hash=jnp.where(live[:, None], block_hash, rows.chain_hash),
-            chain_parent=jnp.where(live, serial, rows.chain_parent),
-        )
-        return replace(state, pool=pool, rows=rows)
 
-    turns = jnp.max(end - first)
-    return lax.fori_loop(jnp.zeros((), jnp.int32), turns, register_next, state)
+    start = _Chains(
+        pool=state.pool,
+        chain_hash=rows.chain_hash,
+        chain_parent=rows.chain_parent,
+        first=before // k,
+        tokens=requests.tokens,
+    )
+    done = lax.while_loop(lambda carry: jnp.any(carry.first < end), register_next, start)
+    rows = replace(rows, chain_hash=done.chain_hash, chain_parent=done.chain_parent)
+    requests = replace(requests, tokens=done.tokens)
+    return replace(state, pool=done.pool, rows=rows, requests=requests)
 
 
 def _append(state: SchedulerState, sample_rows: jax.Array, sampled: SampleOutput) -> SchedulerState:

@@ -6,69 +6,111 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oxidize_jax.arrays import prefix_sum, segment_of
+from oxidize_jax.arrays import apply_if, at_index, prefix_sum, segments
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.budget import Grants, grant_running
-from oxidize_jax.scheduler.rows import preempt
+from oxidize_jax.scheduler.rows import order_rows, preempt
 from oxidize_jax.scheduler.state import SchedulerState
-from oxidize_jax.types import BlockId, replace
+from oxidize_jax.types import BlockId, replace, state
 
 
-def make_room(config: EngineConfig, state: SchedulerState) -> tuple[SchedulerState, jax.Array]:
-    """Preempt until the granted tokens of the rows that are left fit into the pool.
+@state
+class _Room:
+    """Carry of the search for room."""
+
+    scheduler: SchedulerState
+    grants: Grants
+    lacks: jax.Array
+    """bool[]: the granted tokens did not fit, and the last row was preempted."""
+    preempted: jax.Array
+    """bool[]"""
+
+
+def make_room(
+    config: EngineConfig, state: SchedulerState
+) -> tuple[SchedulerState, Grants, jax.Array]:
+    """Grant tokens to the running rows, and preempt until what they need fits into the pool.
 
     The victim is the last in order (vLLM ``v1/core/sched/scheduler.py``): never one that
     came before a row in need. A request that does not fit with the pool to itself is
-    finished. Returns ``(state, preempted bool[])``.
+    finished. Returns ``(state, grants, preempted bool[])``.
     """
 
-    def lacks_room(carry: tuple[SchedulerState, jax.Array]) -> jax.Array:
-        state, _ = carry
-        return blocks_needed(config, state) > block_pool.available(state.pool)
+    def evaluate(carry: _Room) -> _Room:
+        state = order_rows(carry.scheduler)
+        grants = grant_running(config, state, state.plan.order)
+        lacks = blocks_needed(config, state, grants) > block_pool.available(state.pool)
+        return _Room(
+            scheduler=apply_if(lacks, _preempt_last, state),
+            grants=grants,
+            lacks=lacks,
+            preempted=carry.preempted | lacks,
+        )
 
-    def take_one(carry: tuple[SchedulerState, jax.Array]) -> tuple[SchedulerState, jax.Array]:
-        state, _ = carry
-        running = state.rows.request < state.requests.status.shape[0]
-        count = jnp.sum(running, dtype=jnp.int32)
-        victim = row_order(state)[count - 1]
-        return preempt(state, victim, alone=count == 1), jnp.ones((), jnp.bool_)
-
-    return lax.while_loop(lacks_room, take_one, (state, jnp.zeros((), jnp.bool_)))
-
-
-def grow(config: EngineConfig, state: SchedulerState) -> tuple[SchedulerState, Grants]:
-    """Allocate for the granted tokens and record the copies. :func:`make_room` ran before."""
-    order = row_order(state)
-    grants = grant_running(config, state, order)
-    tokens = grants.decode + grants.prefill
-    target = _write_block(config, state, tokens)
-    pool, written, src, dst, _ = block_pool.copy_on_write(state.pool, target)
-    column = computed_of_rows(state) // config.block_size
-    row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
-    column = jnp.where(target < config.num_blocks, column, config.blocks_per_seq)
-    table = state.rows.block_table.at[row, column].set(written, mode="drop")
-    state = replace(state, pool=pool, rows=replace(state.rows, block_table=table))
-    state = _append_blocks(config, state, _growth(config, state, tokens))
-    return _record_copies(replace(state, plan=replace(state.plan, order=order)), src, dst), grants
+    none = jnp.zeros((config.max_num_seqs,), jnp.int32)
+    start = _Room(
+        scheduler=state,
+        grants=Grants(decode=none, prefill=none),
+        lacks=jnp.ones((), jnp.bool_),
+        preempted=jnp.zeros((), jnp.bool_),
+    )
+    end = lax.while_loop(lambda carry: carry.lacks, evaluate, start)
+    return end.scheduler, end.grants, end.preempted
 
 
-def blocks_needed(config: EngineConfig, state: SchedulerState) -> jax.Array:
+def grow(config: EngineConfig, state: SchedulerState, grants: Grants) -> SchedulerState:
+    """Copy what is shared and will be written, and allocate for the granted tokens.
+
+    :func:`make_room` has seen to it that the pool can.
+    """
+    state = _copy_shared(config, state, _write_block(config, state, grants.tokens))
+    growth = _growth(config, state, grants.tokens)
+
+    def append(state: SchedulerState) -> SchedulerState:
+        return _append_blocks(config, state, growth)
+
+    return apply_if(jnp.any(growth > 0), append, state)
+
+
+def blocks_needed(config: EngineConfig, state: SchedulerState, grants: Grants) -> jax.Array:
     """i32[]: blocks that the granted tokens of all rows would take, copies included."""
-    grants = grant_running(config, state, row_order(state))
-    tokens = grants.decode + grants.prefill
-    copies = block_pool.writers_that_copy(state.pool, _write_block(config, state, tokens))
-    growth = _growth(config, state, tokens)
-    return jnp.sum(growth, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
+    pool, target = state.pool, _write_block(config, state, grants.tokens)
+
+    def count_copies(_: jax.Array) -> jax.Array:
+        return jnp.sum(block_pool.writers_that_copy(pool, target), dtype=jnp.int32)
+
+    copies = apply_if(_any_shared(pool, target), count_copies, jnp.zeros((), jnp.int32))
+    return copies + jnp.sum(_growth(config, state, grants.tokens), dtype=jnp.int32)
 
 
-def row_order(state: SchedulerState) -> jax.Array:
-    """i32[S]: rows by priority, then arrival; idle rows last."""
-    requests, request = state.requests, state.rows.request
-    idle = request >= requests.status.shape[0]
-    priority = requests.priority.at[request].get(mode="fill", fill_value=0)
-    arrival = requests.arrival.at[request].get(mode="fill", fill_value=0)
-    return jnp.lexsort((arrival, priority, idle)).astype(jnp.int32)
+def _preempt_last(state: SchedulerState) -> SchedulerState:
+    running = state.rows.request < state.requests.status.shape[0]
+    count = jnp.sum(running, dtype=jnp.int32)
+    return preempt(state, state.plan.order[count - 1], alone=count == 1)
+
+
+def _copy_shared(config: EngineConfig, state: SchedulerState, target: BlockId) -> SchedulerState:
+    """Copy-on-write for the rows whose ``target i32[S]`` others hold too; record the copies."""
+    no_copy = jnp.full((config.max_num_seqs,), config.num_blocks, jnp.int32)
+    plan = replace(
+        state.plan, copy_src=no_copy, copy_dst=no_copy, num_copies=jnp.zeros((), jnp.int32)
+    )
+
+    def copy(state: SchedulerState) -> SchedulerState:
+        pool, written, src, dst, _ = block_pool.copy_on_write(state.pool, target)
+        row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
+        column = state.rows.kv_len // config.block_size
+        column = jnp.where(target < config.num_blocks, column, config.blocks_per_seq)
+        table = state.rows.block_table.at[row, column].set(written, mode="drop")
+        state = replace(state, pool=pool, rows=replace(state.rows, block_table=table))
+        return _record_copies(state, src, dst)
+
+    return apply_if(_any_shared(state.pool, target), copy, replace(state, plan=plan))
+
+
+def _any_shared(pool: block_pool.BlockPool, target: BlockId) -> jax.Array:
+    return jnp.any(at_index(pool.ref_count, target, 0) > 1)
 
 
 def computed_of_rows(state: SchedulerState) -> jax.Array:
@@ -77,13 +119,14 @@ def computed_of_rows(state: SchedulerState) -> jax.Array:
 
 
 def _write_block(config: EngineConfig, state: SchedulerState, tokens: jax.Array) -> BlockId:
-    """i32[S]: the block that the row's first new token goes into, if it has one already."""
-    computed = computed_of_rows(state)
+    """i32[S]: the block that the row's first new KV goes into, if it has one already."""
+    kv_len = state.rows.kv_len
     row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
-    block = state.rows.block_table.at[row, computed // config.block_size].get(
+    block = state.rows.block_table.at[row, kv_len // config.block_size].get(
         mode="fill", fill_value=config.num_blocks
     )
-    return jnp.where(tokens > 0, block, config.num_blocks)
+    writes = computed_of_rows(state) + tokens > kv_len
+    return jnp.where(writes, block, config.num_blocks)
 
 
 def _growth(config: EngineConfig, state: SchedulerState, tokens: jax.Array) -> jax.Array:
@@ -101,7 +144,7 @@ def _append_blocks(
     ends = prefix_sum(growth)
     pool, fresh, ok = block_pool.allocate(state.pool, ends[-1], size)
     lane = jnp.arange(size, dtype=jnp.int32)
-    row = segment_of(ends, lane)
+    row = segments(ends, size)
     first = (ends - growth).at[row].get(mode="fill", fill_value=0)
     held = state.rows.num_blocks.at[row].get(mode="fill", fill_value=0)
     row = jnp.where(lane < ends[-1], row, config.max_num_seqs)

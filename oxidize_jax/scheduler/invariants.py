@@ -86,11 +86,15 @@ def _check_rows(state: SchedulerState) -> None:
         request = int(rows.request[row])
         if request == r:
             _require(count == 0, "an idle row holds blocks", row)
+            _require(int(rows.kv_len[row]) == 0, "an idle row has KV", row)
             continue
         _require(int(requests.row[request]) == row, "row and request disagree", (row, request))
         computed = int(requests.num_computed[request])
         _require(computed <= int(requests.num_tokens[request]), "computed too much", request)
-        _require(computed <= count * pool.block_size, "computed tokens without blocks", request)
+        written = int(rows.kv_len[row])
+        _require(computed <= written, "computed tokens without KV", request)
+        _require(written <= computed + 1, "KV of tokens that are not computed", row)
+        _require(written <= count * pool.block_size, "KV without blocks", row)
         _require(requests.status[request] in (RUNNING, FINISHED), "a row for a waiting one", row)
     for block in range(pool.num_blocks):
         _require(
@@ -101,6 +105,8 @@ def _check_rows(state: SchedulerState) -> None:
     for request in np.flatnonzero(requests.row < s).tolist():
         row = int(requests.row[request])
         _require(int(rows.request[row]) == request, "a request names another's row", request)
+    selves = requests.fork_of == np.arange(r)
+    _require(not selves.any(), "a fork of itself", np.flatnonzero(selves))
     rowless = requests.row == s
     _require(bool((requests.num_computed[rowless] == 0).all()), "KV without a row", rowless)
 
@@ -118,7 +124,7 @@ def _check_hashed_tokens(state: SchedulerState) -> None:
             tokens = requests.tokens[request, column * k : (column + 1) * k]
             _require(
                 np.array_equal(tokens, pool.block_tokens[block])
-                and int(requests.num_computed[request]) >= (column + 1) * k,
+                and int(rows.kv_len[row]) >= (column + 1) * k,
                 "a registered block does not hold its tokens",
                 (row, column, block),
             )

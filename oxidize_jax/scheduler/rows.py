@@ -1,4 +1,4 @@
-"""Transitions that take a row away: retire a finished request, preempt a running one."""
+"""Rows: their order, and the transitions that take one away: retire and preempt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import apply_if
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.scheduler.state import (
     FINISHED,
@@ -14,6 +15,20 @@ from oxidize_jax.scheduler.state import (
     SchedulerState,
 )
 from oxidize_jax.types import replace
+
+
+def order_rows(state: SchedulerState) -> SchedulerState:
+    """Put the rows in order by priority, then arrival; sorts only where rows have changed."""
+
+    def sort(state: SchedulerState) -> SchedulerState:
+        request = state.rows.request
+        idle = request >= state.requests.status.shape[0]
+        keys = (_of_rows(state, state.requests.arrival), _of_rows(state, state.requests.priority))
+        order = jnp.lexsort((*keys, idle)).astype(jnp.int32)
+        return replace(state, plan=replace(state.plan, order=order, ordered=request))
+
+    changed = jnp.any(state.rows.request != state.plan.ordered)
+    return apply_if(changed, sort, state)
 
 
 def retire(state: SchedulerState) -> SchedulerState:
@@ -71,7 +86,7 @@ def free_row(state: SchedulerState, row: jax.Array) -> SchedulerState:
     request = rows.request[row]
     no_row, no_request = rows.request.shape[0], requests.status.shape[0]
     # The tail goes first: a prefix is of use only while all blocks before it are there.
-    pool = block_pool.release(pool, rows.block_table[row][::-1])
+    pool = block_pool.release(pool, rows.block_table[row][::-1], distinct=True)
     return replace(
         state,
         pool=pool,
@@ -80,6 +95,7 @@ def free_row(state: SchedulerState, row: jax.Array) -> SchedulerState:
             request=rows.request.at[row].set(no_request),
             block_table=rows.block_table.at[row].set(pool.num_blocks),
             num_blocks=rows.num_blocks.at[row].set(0),
+            kv_len=rows.kv_len.at[row].set(0),
         ),
         requests=replace(
             requests,

@@ -1,4 +1,4 @@
-"""Schedule: ``retire -> grow -> preempt -> admit -> plan``, one pure transition."""
+"""Schedule: ``fork -> retire -> preempt -> grow -> admit -> plan``, one pure transition."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.admit import admit
 from oxidize_jax.scheduler.budget import Grants, left_for_admission, take
-from oxidize_jax.scheduler.grow import grow, make_room, row_order
-from oxidize_jax.scheduler.rows import retire
-from oxidize_jax.scheduler.state import SchedulerState
+from oxidize_jax.scheduler.fork import place_forks
+from oxidize_jax.scheduler.grow import grow, make_room
+from oxidize_jax.scheduler.rows import order_rows, retire
+from oxidize_jax.scheduler.state import SchedulerState, with_sequences, without_sequences
 from oxidize_jax.types import replace
 
 
@@ -20,15 +21,20 @@ def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     A plan that schedules nothing means that nothing is left to do: every request that
     was submitted has finished.
     """
+    whole, state = state, without_sequences(state)
+    # Forks come first: what has just finished its last token still has blocks to share.
+    state = place_forks(config, state)
     state = retire(state)
-    state, preempted = make_room(config, state)
-    state, grants = grow(config, state)
+    state, grants, preempted = make_room(config, state)
+    state = grow(config, state, grants)
     tokens, tiles = left_for_admission(config, grants)
     # No admission in a step that preempted, unless that left nobody: then the engine
     # would stand still with requests waiting.
     idle = jnp.all(state.rows.request >= config.max_num_requests)
-    state, admitted = admit(config, state, tokens, tiles, ~preempted | idle)
-    return plan(config, state, grants, admitted)
+    allowed = ~preempted | idle
+    state, sequences, admitted = admit(config, state, whole.requests.tokens, tokens, tiles, allowed)
+    state = with_sequences(plan(config, order_rows(state), grants, admitted), whole)
+    return replace(state, requests=replace(state.requests, tokens=sequences))
 
 
 def plan(
@@ -44,5 +50,4 @@ def plan(
     if config.policy == "prefill_first":
         left = config.max_num_batched_tokens - jnp.sum(prefill, dtype=jnp.int32)
         decode = take(decode, state.plan.order, left)
-    new_plan = replace(state.plan, num_scheduled=prefill + decode, order=row_order(state))
-    return replace(state, plan=new_plan)
+    return replace(state, plan=replace(state.plan, num_scheduled=prefill + decode))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.types import state
+from oxidize_jax.types import replace, state
 
 UNUSED, WAITING, RUNNING, FINISHED = range(4)
 """Status of a request slot; it only grows until the slot is given to a new request."""
@@ -46,7 +46,7 @@ class Requests:
     num_tokens: jax.Array
     """i32[R]: prompt plus generated."""
     num_computed: jax.Array
-    """i32[R]: leading tokens whose KV is in the row's blocks; 0 without a row."""
+    """i32[R]: leading tokens that need no more work; 0 without a row."""
     max_tokens: jax.Array
     """i32[R]: ``num_tokens`` at which it finishes with ``LENGTH``."""
     min_tokens: jax.Array
@@ -73,6 +73,12 @@ class Requests:
     """u32[R, 2]: threefry key data; folded with the index of each generated token."""
     salt: jax.Array
     """i32[R] >= 0: requests share blocks only with those of the same salt."""
+    use_cache: jax.Array
+    """bool[R]: read the prefix cache, and leave blocks in it."""
+    fork_of: jax.Array
+    """i32[R]: while WAITING, the request whose blocks it will share; ``R`` for none."""
+    fork_len: jax.Array
+    """i32[R]: leading tokens that it has in common with ``fork_of``."""
     num_cached: jax.Array
     """i32[R]: prompt tokens that the prefix cache gave at first admission."""
     num_preemptions: jax.Array
@@ -89,6 +95,9 @@ class Rows:
     """i32[S, M]: block ids, ``B`` from ``num_blocks`` on."""
     num_blocks: jax.Array
     """i32[S]"""
+    kv_len: jax.Array
+    """i32[S]: leading tokens whose KV is in the blocks: ``num_computed``, or one more where
+    all tokens were shared. Then the last is computed again, for its logits, and not written."""
     chain_hash: jax.Array
     """u32[S, 2]: hash of the last full, written block (the root's before that)."""
     chain_parent: jax.Array
@@ -109,6 +118,8 @@ class Plan:
     """i32[]"""
     order: jax.Array
     """i32[S]: rows by priority, then arrival; idle rows last."""
+    ordered: jax.Array
+    """i32[S]: the requests of the rows when ``order`` was made; it holds while they do."""
 
 
 @state
@@ -120,6 +131,8 @@ class Totals:
     generated_tokens: jax.Array
     cached_tokens: jax.Array
     """Tokens that admissions took from the prefix cache."""
+    forked_tokens: jax.Array
+    """Tokens that forks took from their parents."""
     preemptions: jax.Array
     copies: jax.Array
 
@@ -135,8 +148,25 @@ class SchedulerState:
     totals: Totals
 
 
-def init_scheduler(config: EngineConfig) -> SchedulerState:
-    """An idle scheduler: every slot unused, every block free."""
+_LONG = ("tokens", "logprobs", "top_ids", "top_logprobs", "stop_ids")
+
+
+def without_sequences(state: SchedulerState) -> SchedulerState:
+    """``state`` without the arrays of R sequences, which transitions of rows do not touch.
+
+    XLA copies some of what a loop carries, and these are by far the largest.
+    """
+    return replace(state, requests=replace(state.requests, **dict.fromkeys(_LONG)))
+
+
+def with_sequences(state: SchedulerState, like: SchedulerState) -> SchedulerState:
+    """Undo :func:`without_sequences`."""
+    arrays = {name: getattr(like.requests, name) for name in _LONG}
+    return replace(state, requests=replace(state.requests, **arrays))
+
+
+def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
+    """An idle scheduler: every slot unused, every block free. ``secret``: the pool's."""
     r, s, n = config.max_num_requests, config.max_num_seqs, config.max_model_len
     a, z = config.max_logprobs, config.max_stop_token_ids
 
@@ -168,6 +198,9 @@ def init_scheduler(config: EngineConfig) -> SchedulerState:
         top_p=floats(r, value=1.0),
         key=jnp.zeros((r, 2), jnp.uint32),
         salt=ints(r),
+        use_cache=jnp.ones((r,), jnp.bool_),
+        fork_of=ints(r, value=r),
+        fork_len=ints(r),
         num_cached=ints(r),
         num_preemptions=ints(r),
     )
@@ -175,6 +208,7 @@ def init_scheduler(config: EngineConfig) -> SchedulerState:
         request=ints(s, value=r),
         block_table=ints(s, config.blocks_per_seq, value=config.num_blocks),
         num_blocks=ints(s),
+        kv_len=ints(s),
         chain_hash=jnp.zeros((s, 2), jnp.uint32),
         chain_parent=ints(s),
     )
@@ -184,9 +218,10 @@ def init_scheduler(config: EngineConfig) -> SchedulerState:
         copy_dst=ints(s, value=config.num_blocks),
         num_copies=ints(),
         order=jnp.arange(s, dtype=jnp.int32),
+        ordered=ints(s, value=r),
     )
     return SchedulerState(
-        pool=block_pool.create(config.num_blocks, config.block_size),
+        pool=block_pool.create(config.num_blocks, config.block_size, secret),
         requests=requests,
         rows=rows,
         plan=plan,
@@ -195,6 +230,7 @@ def init_scheduler(config: EngineConfig) -> SchedulerState:
             scheduled_tokens=ints(),
             generated_tokens=ints(),
             cached_tokens=ints(),
+            forked_tokens=ints(),
             preemptions=ints(),
             copies=ints(),
         ),

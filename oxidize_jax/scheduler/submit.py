@@ -48,6 +48,10 @@ class NewRequest:
     """u32[2]"""
     salt: jax.Array
     """i32[] >= 0"""
+    use_cache: jax.Array
+    """bool[]"""
+    fork_of: jax.Array
+    """i32[]: slot of a request with the same prompt, whose blocks to share; ``R`` for none."""
     want_logprobs: jax.Array
     """bool[]"""
 
@@ -88,6 +92,7 @@ def submit(
     config: EngineConfig, state: SchedulerState, slot: jax.Array, new: NewRequest
 ) -> SchedulerState:
     """Put ``new`` into request ``slot i32[]``, which must be UNUSED or FINISHED and rowless."""
+    state = disown(state, slot)
     requests = state.requests
     limit = jnp.minimum(
         new.prompt_len + jnp.minimum(new.max_new_tokens, config.max_model_len),
@@ -113,11 +118,24 @@ def submit(
         "top_p": new.top_p,
         "key": new.key,
         "salt": new.salt,
+        "use_cache": new.use_cache,
+        "fork_of": new.fork_of,
+        "fork_len": new.prompt_len,
         "num_cached": jnp.zeros((), jnp.int32),
         "num_preemptions": jnp.zeros((), jnp.int32),
     }
     changed = {name: getattr(requests, name).at[slot].set(v) for name, v in values.items()}
     return replace(state, requests=replace(requests, **changed))
+
+
+def disown(state: SchedulerState, slots: jax.Array) -> SchedulerState:
+    """Forks that still wait for the last request of ``slots i32[...]`` go on by themselves."""
+    requests = state.requests
+    gone = jnp.any(requests.fork_of[:, None] == jnp.reshape(slots, (1, -1)), axis=1)
+    none = jnp.full((), requests.status.shape[0], jnp.int32)
+    return replace(
+        state, requests=replace(requests, fork_of=jnp.where(gone, none, requests.fork_of))
+    )
 
 
 def abort(state: SchedulerState, slot: jax.Array) -> SchedulerState:

@@ -29,7 +29,7 @@ class PoolModel:
         self.holders = [0] * NUM_BLOCKS
         self.known: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.serial: dict[int, int] = {}
-        self.last_serial = 0
+        self.last_serial = 1
 
     def allocate(self, count: int) -> list[int] | None:
         if count > len(self.free) + len(self.cached):

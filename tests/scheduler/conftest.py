@@ -15,11 +15,12 @@ from oxidize_jax.blocks import hashing
 from oxidize_jax.blocks.pool import root_parent
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.sampling.sampler import SampleOutput
+from oxidize_jax.scheduler import admit as admission
+from oxidize_jax.scheduler import grow as growth
 from oxidize_jax.scheduler import invariants
-from oxidize_jax.scheduler.admit import admit
+from oxidize_jax.scheduler.budget import grant_running
 from oxidize_jax.scheduler.commit import commit
-from oxidize_jax.scheduler.grow import grow, make_room
-from oxidize_jax.scheduler.rows import preempt, retire
+from oxidize_jax.scheduler.rows import order_rows, preempt, retire
 from oxidize_jax.scheduler.schedule import plan, schedule
 from oxidize_jax.scheduler.state import RUNNING, SchedulerState, init_scheduler
 from oxidize_jax.scheduler.submit import abort, submit
@@ -37,11 +38,28 @@ TINY = EngineConfig(
     max_stop_token_ids=2,
 )
 
+
+def make_room(config, state):
+    state, _, preempted = growth.make_room(config, state)
+    return state, preempted
+
+
+def grow(config, state):
+    state = order_rows(state)
+    grants = grant_running(config, state, state.plan.order)
+    return growth.grow(config, state, grants), grants
+
+
+def admit(config, state, *args):
+    state, _, granted = admission.admit(config, state, state.requests.tokens, *args)
+    return state, granted
+
+
 _OF_CONFIG = {
     function.__name__: function
     for function in (submit, make_room, grow, admit, plan, commit, schedule)
 }
-_OF_STATE = {function.__name__: function for function in (retire, preempt, abort)}
+_OF_STATE = {function.__name__: function for function in (retire, preempt, abort, order_rows)}
 
 
 @functools.cache
@@ -79,7 +97,10 @@ class Hand:
             )
             for part, fields in parts.items()
         }
-        self.set(replace(self.state, **changed))
+        # What was edited may be what the order of the rows hangs on.
+        stale = np.full((self.config.max_num_seqs,), -1, np.int32)
+        state = replace(self.state, **changed)
+        self.set(replace(state, plan=replace(state.plan, ordered=stale)))
 
     def seat(self, *requests: tuple[Sequence[int], int, int]) -> None:
         """Let rows 0, 1, ... run requests 0, 1, ... of ``(tokens, computed, blocks)``.
@@ -98,6 +119,7 @@ class Hand:
             slots.num_computed[i] = computed
             rows.block_table[i, :blocks] = range(held, held + blocks)
             rows.num_blocks[i] = blocks
+            rows.kv_len[i] = computed
             held += blocks
         slots.status[:n] = RUNNING
         slots.max_tokens[:n] = config.max_model_len

@@ -104,12 +104,14 @@ def test_a_hit_leaves_at_least_one_token_to_compute(hand):
     run_once(hand, [1, 2, 3, 4, 5, 6, 7, 8])
     hand.submit([1, 2, 3, 4, 5, 6, 7, 8])
     hand.submit([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert hand.admit(8) == [4, 1, 0]
-    assert hand.tables == [[0, 2], [0, 1, 3], []]
-    assert hand.of("num_cached")[1:3] == [4, 8]
-    assert hand.of("num_computed")[1:3] == [4, 8]
-    assert hand.state.totals.cached_tokens == 12
-    assert hand.state.pool.ref_count[:4].tolist() == [2, 1, 1, 1]
+    assert hand.admit(8) == [1, 1, 0]
+    # The first shares all its KV, and runs its last token again for the logits only.
+    assert hand.tables == [[0, 1], [0, 1, 2], []]
+    assert hand.of("num_cached")[1:3] == [7, 8]
+    assert hand.of("num_computed")[1:3] == [7, 8]
+    assert hand.state.rows.kv_len[:2].tolist() == [8, 8]
+    assert hand.state.totals.cached_tokens == 15
+    assert hand.state.pool.ref_count[:4].tolist() == [2, 2, 1, 0]
 
 
 def test_what_stands_behind_the_tokens_in_the_buffer_never_matches(hand):
@@ -118,8 +120,8 @@ def test_what_stands_behind_the_tokens_in_the_buffer_never_matches(hand):
     hand.submit([1, 88])
     hand.submit([1, 88, 88, 88])
     hand.submit([1, 88, 88, 88, 88])
-    assert hand.admit(8) == [2, 4, 1]
-    assert hand.of("num_cached")[1:4] == [0, 0, 4]
+    assert hand.admit(8) == [2, 1, 1]
+    assert hand.of("num_cached")[1:4] == [0, 3, 4]
 
 
 def test_cached_blocks_that_are_hit_are_not_counted_as_room(hand):

@@ -6,7 +6,6 @@ import pytest
 from fake_model import quick_jit
 
 from oxidize_jax.blocks import pool as block_pool
-from oxidize_jax.scheduler.grow import row_order
 from oxidize_jax.scheduler.state import FINISHED, POOL_EXHAUSTED, RUNNING
 from oxidize_jax.types import replace
 
@@ -47,7 +46,10 @@ def test_new_blocks_go_to_the_rows_in_order_of_rows(hand):
 
 
 def test_order_is_by_priority_then_arrival_and_idle_rows_last(hand):
-    order = quick_jit(row_order)
+    def order(state):
+        hand("order_rows")
+        return hand.state.plan.order
+
     decodes(hand, 1, 1)
     assert order(hand.state).tolist() == [0, 1, 2]
     hand.edit(requests={"arrival": np.array([9, 3, 0, 0, 0, 0], np.int32)})
@@ -58,6 +60,7 @@ def test_order_is_by_priority_then_arrival_and_idle_rows_last(hand):
 
 def test_make_room_leaves_alone_what_fits(hand):
     decodes(hand, 4, 8, 7)
+    hand("order_rows")
     before = hand.state
     assert not hand("make_room")
     chex.assert_trees_all_equal(hand.state, before)

@@ -76,12 +76,15 @@ def test_damage_to_the_pool_is_seen(busy, message, damage):
         ("row and request disagree", "requests", "row", 1, 2),
         ("names another's row", "requests", "row", 3, 1),
         ("computed too much", "requests", "num_computed", 2, 9),
-        ("computed tokens without blocks", "rows", "block_table", 0, None),
+        ("KV without blocks", "rows", "block_table", 0, None),
         ("waiting one", "requests", "status", 2, 1),
         ("number of table entries", "rows", "block_table", (1, 0), 3),
         ("KV without a row", "requests", "num_computed", 3, 1),
         ("does not hold its tokens", "requests", "tokens", (1, 2), 9),
-        ("does not hold its tokens", "requests", "num_computed", 1, 3),
+        ("computed tokens without KV", "rows", "kv_len", 0, 3),
+        ("KV of tokens that are not computed", "requests", "num_computed", 1, 2),
+        ("an idle row has KV", "rows", "kv_len", 2, 1),
+        ("a fork of itself", "requests", "fork_of", 2, 2),
     ],
 )
 def test_damage_to_rows_and_requests_is_seen(busy, message, part, field, place, value):

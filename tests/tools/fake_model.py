@@ -172,6 +172,8 @@ def new_request(
     arrival: int = 0,
     priority: int = 0,
     salt: int = 0,
+    use_cache: bool = True,
+    fork_of: int | None = None,
 ) -> NewRequest:
     """A greedy request; what stands behind the prompt in ``tokens`` is garbage."""
     tokens = np.full((config.max_model_len,), 88, np.int32)
@@ -191,6 +193,8 @@ def new_request(
         top_p=np.float32(1),
         key=np.zeros((2,), np.uint32),
         salt=np.int32(salt),
+        use_cache=np.bool_(use_cache),
+        fork_of=np.int32(config.max_num_requests if fork_of is None else fork_of),
         want_logprobs=np.bool_(False),
     )
 
@@ -361,6 +365,8 @@ class Driver:
             end = start + int(plan.num_scheduled[row])
             assert end <= requests.num_tokens[request]
             k = config.block_size
+            # Tokens whose KV came with shared blocks are computed again, but not written.
+            start = max(start, int(rows.kv_len[row]))
             written = rows.block_table[row, start // k : -(-end // k)]
             assert (written < config.num_blocks).all(), (row, start, end, written)
             assert (state.pool.ref_count[written] == 1).all(), (row, written)
@@ -373,6 +379,8 @@ class Driver:
         waited = (old.status == WAITING) | ((old.status == RUNNING) & (old.row == no_row))
         admitted = waited & (new.row < no_row)
         left = waited & (new.row == no_row) & (new.status != FINISHED)
+        parent = np.append(new.status, FINISHED)[new.fork_of]
+        left &= (new.status == RUNNING) | (parent == FINISHED)  # a fork waits for its parent
         kept = (old.row < no_row) & (new.row < no_row)
         if preempted.any() and kept.any():
             assert not admitted.any(), "admitted in a step that preempted"
