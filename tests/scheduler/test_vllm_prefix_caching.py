@@ -173,15 +173,14 @@ def test_blocks_that_were_not_full_go_first_then_by_age_tails_before_heads(hand)
     assert (free(hand), cached(hand)) == ([6, 7], [2, 5, 4])
 
 
-def test_a_hit_is_not_evicted_for_the_blocks_behind_it(make_hand):
-    hand = make_hand(num_blocks=4)
+def test_a_hit_is_not_evicted_for_the_blocks_behind_it(hand):
     for word in (1, 2):
-        prefill(hand, [word] * 8, max_tokens=1)
-    assert (free(hand), cached(hand)) == ([], [1, 0, 3, 2])
-    hand.submit([1] * 8 + [3] * 8)
+        prefill(hand, [word] * 16, max_tokens=1)
+    assert (free(hand), cached(hand)) == ([], [3, 2, 1, 0, 7, 6, 5, 4])
+    hand.submit([1] * 16 + [3] * 7)
     hand("schedule")
-    assert hand.tables[0] == [0, 1, 3, 2]
-    assert hand.of("num_cached")[2] == 8
+    assert hand.tables[0] == [0, 1, 2, 3, 7, 6]
+    assert hand.of("num_cached")[2] == 16
 
 
 def test_without_prefix_caching_nothing_is_known_or_counted():

@@ -73,7 +73,8 @@ core/test_scheduler.py (v0)
 
 core/test_chunked_prefill_scheduler.py (v0)
   simple -> prompts_that_fit_are_scheduled_whole
-  chunk, complex -> the_rest_of_the_budget_goes_to_the_next_prompt
+  chunk, complex -> the_rest_of_the_budget_goes_to_the_next_prompt; differs: by default the
+    decodes get what prompts leave (as in vLLM: policy decode_first, tested in schedule)
   maximal_decoding -> schedule: policies_share_a_long_prompt_and_a_decode[decode_first]
   prompt_limit -> loads: sc09_a_prompt_in_chunks_of_any_size
   prompt_limit_exceed -> submit: check_prompt_refuses_with_the_numbers
@@ -183,24 +184,16 @@ def test_long_prompts_run_in_chunks_side_by_side(config, length, chunks):
     assert [driver.tokens(slot) for slot in slots] == [solo(prompt, 3) for prompt in words]
 
 
-@pytest.mark.parametrize(
-    ("policy", "steps"),
-    [
-        ("prefill_first", [[7, 1, 0], [0, 6, 2], [1, 1, 5], [1, 1, 1]]),
-        ("decode_first", [[7, 1, 0], [1, 6, 1], [1, 1, 6], [1, 1, 1]]),
-    ],
-)
-def test_the_rest_of_the_budget_goes_to_the_next_prompt(make_hand, policy, steps):
-    hand = make_hand(policy=policy)
+def test_the_rest_of_the_budget_goes_to_the_next_prompt(hand):
     hand.submit([1] * 7)
     hand.submit([2] * 7)
     hand("schedule")
     seen = [hand.scheduled]
     hand.submit([3] * 7)
-    for _ in steps[1:]:
+    for _ in range(3):
         hand.step()
         seen.append(hand.scheduled)
-    assert seen == steps
+    assert seen == [[7, 1, 0], [0, 6, 2], [1, 1, 5], [1, 1, 1]]
 
 
 def test_short_prompts_do_not_overtake_long_ones(hand):
@@ -273,15 +266,13 @@ def test_the_newer_is_preempted_and_both_end_right():
     driver.assert_clean()
 
 
-def test_the_preempted_one_resumes_when_the_older_is_aborted(make_hand):
-    hand = make_hand(num_blocks=4)
-    hand.submit([1] * 7)
-    hand.submit([2] * 4)
+def test_the_preempted_one_resumes_when_the_older_is_aborted(hand):
+    hand.submit([1] * 15)
+    hand.submit([2] * 12)
     hand("schedule")
-    assert hand.scheduled == [7, 1, 0]
-    hand.step()
-    assert hand.scheduled == [1, 3, 0]
-    hand.step()
+    for chunks in ([8, 0, 0], [7, 1, 0], [0, 8, 0], [1, 3, 0]):
+        assert hand.scheduled == chunks
+        hand.step()
     # Each needs a block for its next token, and one is left.
     assert (hand.in_rows, hand.scheduled) == ([0, None, None], [1, 0, 0])
     assert unfinished(hand) == 2
@@ -289,9 +280,9 @@ def test_the_preempted_one_resumes_when_the_older_is_aborted(make_hand):
     hand("abort", np.int32(0))
     hand("schedule")
     assert hand.in_rows == [1, None, None]
-    assert hand.tokens(1) == [2, 2, 2, 2, 50]
-    # Its first block was full and is still known, so one token of the five is computed.
-    assert (hand.of("num_computed")[1], hand.scheduled) == (4, [1, 0, 0])
+    assert hand.tokens(1) == [2] * 12 + [50]
+    # Its prompt filled three blocks that are still known, so one token of 13 is computed.
+    assert (hand.of("num_computed")[1], hand.scheduled) == (12, [1, 0, 0])
     assert hand.state.plan.num_copies == 0
 
 
@@ -410,9 +401,8 @@ def test_the_less_urgent_is_preempted_and_resumes_with_its_tokens():
     driver.assert_clean()
 
 
-def test_taking_the_first_row_skips_no_other(make_hand):
-    hand = make_hand(num_blocks=4)
-    hand.seat(([1] * 9, 8, 2), ([2] * 5, 4, 1), ([3] * 2, 1, 1))
+def test_taking_the_first_row_skips_no_other(hand):
+    hand.seat(([1] * 17, 16, 4), ([2] * 13, 12, 3), ([3] * 2, 1, 1))
     hand.edit(requests={"priority": np.array([9, 0, 1, 0, 0, 0], np.int32)})
     hand("schedule")
     assert hand.in_rows == [None, 1, 2]
