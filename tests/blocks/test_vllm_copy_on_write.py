@@ -13,7 +13,9 @@ test_block_table.py
     a_block_is_taken_only_where_the_next_token_begins_one, a_chunk_takes_the_blocks_of_its_tokens
   append_token_ids_correct_content -> random_forks_keep_what_each_sequence_wrote
   fork -> a_fork_takes_no_block_and_blocks_go_back_with_their_last_holder
-  cow -> an_append_after_a_fork_copies_a_last_block_that_is_not_full
+  cow -> an_append_after_a_fork_copies_a_last_block_that_is_not_full; of requests:
+    forks_of_a_prompt_share_it_and_write_blocks_of_their_own, forks_of_what_was_generated_*,
+    forks_outlive_a_parent_*, forks_in_a_pool_too_small_for_all_end_right
   cow_lookahead_simple -> blocks_reserved_before_a_fork_are_copied_when_they_are_written;
     differs by design: a request forks before it has blocks to spare
   num_blocks_touched_by_append_slots -> random_forks_keep_what_each_sequence_wrote (the count
@@ -40,7 +42,8 @@ test_prefix_caching_block.py
   metric -> not ours here: counted by the scheduler (admit: a_hit_leaves_at_least_one_token)
   touch_block -> commit: only_full_blocks_are_registered; cases: kv06_equal_prompts_in_one_step
   find_cached_blocks_prefix -> a_new_chain_evicts_no_more_than_it_needs
-  reset_prefix_cache -> a_reset_*; differs by design: never refused
+  reset_prefix_cache -> a_reset_forgets_all_*, a_reset_of_an_idle_pool_*; differs by design:
+    it is never refused, and live blocks stay with who holds them
   prefix_caching_block_get_num_full_blocks_touched -> not ours: counts for a swap
   ComputedBlocksTracker: get_num_cached_tokens, correct_block_hash -> admit:
     a_hit_leaves_at_least_one_token_to_compute; correct_extra_hash -> prefix: salts_do_not_share
@@ -57,14 +60,18 @@ test_block_manager.py
   sliding_window -> not ours
 """
 
+import dataclasses
 import functools
 import random
 
+import chex
 import numpy as np
 import pytest
-from fake_model import quick_jit
+from fake_model import VOCAB, Driver, quick_jit, small_config, solo
 
 from oxidize_jax.blocks import pool as block_pool
+from oxidize_jax.scheduler.fork import Fork, fork
+from oxidize_jax.scheduler.state import ABORTED, FINISHED, NO_TOKEN, RUNNING, WAITING
 
 LENGTHS = [1, 4, 9]
 """Tokens in part of a block, in a full one, in two full ones and a part."""
@@ -333,14 +340,14 @@ def test_a_full_pool_gives_the_block_that_was_released_over_and_over(make_pool, 
 
 
 def test_one_block_serves_any_number_of_holders(make_pool):
-    pool = make_pool(3)
+    pool = make_pool(6)
     (block,) = pool.allocate(1)
     pool.register_sequence([block], [[7] * 4])
     for _ in range(50):
         hits = pool.lookup([[7] * 4])
         assert hits == [block]
         pool.share(*hits)
-    assert (pool.ref_counts, available(pool)) == ([51, 0, 0], 2)
+    assert (pool.ref_counts, available(pool)) == ([51, 0, 0, 0, 0, 0], 5)
 
 
 def test_a_full_pool_still_serves_what_it_knows(make_pool):
@@ -435,3 +442,241 @@ def test_a_new_chain_evicts_no_more_than_it_needs(make_pool):
     pool.register_sequence(taken, new)
     assert pool.lookup(new) == taken == blocks[:2:-1]
     assert pool.lookup(old) == blocks[:3]
+
+
+reset_prefix_cache = quick_jit(block_pool.reset_prefix_cache)
+
+
+def test_a_reset_forgets_all_and_takes_nothing_from_those_who_hold_it(make_pool):
+    pool = make_pool(6)
+    words = [[word] * 4 for word in range(3)]
+    blocks = pool.allocate(4)
+    end = pool.register_sequence(blocks[:3], words)
+    pool.share(0)
+    pool.release(2)
+    assert (pool.free, pool.cached, pool.lookup(words)) == ([4, 5], [2], [0, 1, 2])
+    pool._set(reset_prefix_cache(pool.state))
+    assert pool.ref_counts == [2, 1, 0, 1, 0, 0]
+    assert (sorted(pool.free), pool.cached, pool.lookup(words)) == ([2, 4, 5], [], [])
+    assert [block_pool.physical_block(pool.state, b).token_ids for b in range(6)] == [None] * 6
+    # What was known when it began is not to be found when it ends, nor what it goes on with.
+    detached = dataclasses.replace(end, parent=block_pool.DETACHED)
+    pool.register((3, [9] * 4, detached))
+    assert pool.lookup([*words, [9] * 4]) == []
+    # The same words, written anew, are.
+    fresh = pool.allocate(3)
+    pool.register_sequence(fresh, words)
+    assert pool.lookup([*words, [9] * 4]) == fresh
+    pool.release(0, 1, 0)
+    assert (pool.free, pool.cached) == ([0, 1], [])
+    pool.release(3)
+    assert (pool.free, pool.cached) == ([0, 1], [3])
+    assert pool.allocate(3) == [0, 1, 3]
+
+
+def test_a_reset_of_an_idle_pool_makes_every_block_free(make_pool):
+    pool = make_pool(6)
+    blocks = pool.allocate(6)
+    pool.register_sequence(blocks, [[word] * 4 for word in range(6)])
+    pool.release(*blocks)
+    assert (pool.free, pool.cached) == ([], blocks)
+    for _ in range(2):
+        pool._set(reset_prefix_cache(pool.state))
+        assert (sorted(pool.free), pool.cached) == (blocks, [])
+    assert not pool.state.hashed.any()
+    assert sorted(pool.allocate(6)) == blocks
+
+
+# The same through the scheduler: forks of a request.
+
+WIDE = small_config(max_num_batched_tokens=64)
+POOL_8 = small_config(max_num_batched_tokens=5, num_blocks=8)
+BUDGET_2 = small_config(max_num_batched_tokens=2, num_blocks=20, policy="decode_first")
+
+
+@functools.cache
+def jitted_fork(config):
+    return quick_jit(functools.partial(fork, config))
+
+
+class Forks(Driver):
+    """A driver that forks; requests are named by their slots."""
+
+    def fork(self, parent, last_tokens, children=None):
+        """A child for each of ``last_tokens`` (None keeps the parent's), or None if refused."""
+        count = len(last_tokens)
+        children = children or self.free_slots()[:count]
+        slots = np.full((3,), self.config.max_num_requests, np.int32)
+        slots[:count] = children
+        tokens = np.full((3,), NO_TOKEN, np.int32)
+        tokens[:count] = [NO_TOKEN if token is None else token for token in last_tokens]
+        new = Fork(
+            parent=np.int32(parent),
+            children=slots,
+            keys=np.zeros((3, 2), np.uint32),
+            arrivals=np.arange(100, 103, dtype=np.int32),
+            last_tokens=tokens,
+            last_logprobs=np.zeros((3,), np.float32),
+        )
+        scheduler, ok = jitted_fork(self.config)(self.state.scheduler, new)
+        if not ok:
+            chex.assert_trees_all_equal(scheduler, self.state.scheduler)
+            return None
+        self._set_scheduler(scheduler)
+        return children
+
+    def _check_plan(self):
+        # A token that is run again for its logits is not written: its block may be shared.
+        whole = self.host
+        computed = np.append(whole.requests.num_computed, 0)[whole.rows.request]
+        count = whole.plan.num_scheduled
+        count = np.where(computed + count > whole.rows.kv_len, count, 0)
+        plan = dataclasses.replace(whole.plan, num_scheduled=count)
+        self.host = dataclasses.replace(whole, plan=plan)
+        super()._check_plan()
+        self.host = whole
+
+    def tables(self, *slots):
+        rows, row = self.host.rows, self.host.requests.row
+        return [rows.block_table[row[s], : rows.num_blocks[row[s]]].tolist() for s in slots]
+
+    def in_use(self):
+        return int((self.host.pool.ref_count > 0).sum())
+
+
+def words(seed, count):
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 6, 9])
+def test_forks_of_a_prompt_share_it_and_write_blocks_of_their_own(length):
+    driver, prompt = Forks(WIDE, seed=length), words(length, length)
+    parent = driver.submit(prompt, 6)
+    family = [parent, *(driver.submit(prompt, 6, fork_of=parent) for _ in range(2))]
+    driver.step()
+    assert driver.host.plan.num_scheduled.tolist() == [length, 0, 0, 0]
+    assert [driver.status(slot) for slot in family] == [RUNNING, WAITING, WAITING]
+    driver.step()
+    # The parent writes on, and its children run the last token of the prompt for its logits.
+    assert driver.host.plan.num_scheduled.tolist() == [1, 1, 1, 0]
+    assert driver.host.totals.forked_tokens == 2 * (length - 1)
+    full, held = length // 4, -(-length // 4)
+    first, *others = driver.tables(*family)
+    assert others == [others[0]] * 2
+    assert (len(others[0]), others[0][:full]) == (held, first[:full])
+    assert driver.in_use() == held + 1
+    driver.step()
+    # Now each has a last block of its own; the last to write keeps the one they shared.
+    tables = driver.tables(*family)
+    assert len({tuple(table[:full]) for table in tables}) == 1
+    assert len({table[full] for table in tables}) == 3
+    assert driver.host.pool.ref_count[tables[0][:full]].tolist() == [3] * full
+    assert driver.host.totals.copies == (2 if length % 4 else 0)
+    driver.run()
+    assert [driver.tokens(slot) for slot in family] == [solo(prompt, 6)] * 3
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("made", [1, 2, 3, 4])
+def test_forks_of_what_was_generated_go_their_own_ways(made):
+    driver, prompt = Forks(WIDE, seed=made), words(7, 6)
+    parent = driver.submit(prompt, 12)
+    for _ in range(1 + made):
+        driver.step()
+    seen = driver.tokens(parent)
+    assert len(seen) == 6 + made
+    beams = [token for token in range(VOCAB) if token != seen[-1]][:2]
+    children = driver.fork(parent, [*beams, None])
+    assert [driver.tokens(slot)[-1] for slot in children] == [*beams, seen[-1]]
+    driver.step()
+    # All have the full block before it in common, and a last one that is not full with it,
+    # unless the parent has filled and registered that meanwhile.
+    together = len(seen) - 1 if made != 2 else 4
+    assert driver.host.totals.forked_tokens >= 3 * together
+    assert len({table[0] for table in driver.tables(parent, *children)}) == 1
+    driver.run()
+    assert driver.tokens(parent) == driver.tokens(children[2]) == solo(prompt, 12)
+    for slot, token in zip(children, beams, strict=False):
+        assert driver.tokens(slot) == solo([*seen[:-1], token], 12 - made)
+    driver.assert_clean()
+
+
+def test_a_fork_holds_no_block_that_its_parent_filled_with_other_tokens():
+    driver, prompt = Forks(BUDGET_2, seed=2), words(2, 6)
+    stranger = driver.submit(words(3, 3), 12)
+    parent = driver.submit(prompt, 8)
+    while len(driver.tokens(parent)) < 8:
+        driver.step()
+    seen = driver.tokens(parent)
+    # The parent is about to fill its second block.
+    assert driver.host.plan.num_scheduled.tolist() == [1, 1, 0, 0]
+    token = (seen[-1] + 1) % VOCAB
+    (child,) = driver.fork(parent, [token])
+    driver.step()
+    # The child has a row, and the two that came before it take the whole budget.
+    assert driver.host.plan.num_scheduled.tolist() == [1, 1, 0, 0]
+    first, second = driver.tables(parent, child)
+    assert driver.host.pool.hashed[first[1]]
+    assert second == first[:1]
+    driver.run()
+    assert driver.tokens(stranger) == solo(words(3, 3), 12)
+    assert driver.tokens(parent) == solo(prompt, 8)
+    assert driver.tokens(child) == solo([*seen[:-1], token], 6)
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_forks_outlive_a_parent_that_is_aborted(steps):
+    driver, prompt = Forks(WIDE, seed=3), words(3, 10)
+    parent = driver.submit(prompt, 9)
+    children = [driver.submit(prompt, 5, fork_of=parent) for _ in range(3)]
+    for _ in range(steps):
+        driver.step()
+    driver.abort(parent)
+    driver.run()
+    assert driver.reason(parent) == ABORTED
+    assert [driver.tokens(slot) for slot in children] == [solo(prompt, 5)] * 3
+    if steps >= 2:  # they had their rows by then
+        assert driver.host.totals.forked_tokens == 3 * 9
+    driver.assert_clean()
+
+
+def test_a_parent_that_ends_with_its_first_token_still_shares_its_prompt():
+    driver, prompt = Forks(WIDE, seed=4), words(4, 10)
+    parent = driver.submit(prompt, 1)
+    children = [driver.submit(prompt, 5, fork_of=parent) for _ in range(3)]
+    driver.step()
+    driver.step()
+    assert driver.status(parent) == FINISHED
+    assert len({tuple(table[:2]) for table in driver.tables(*children)}) == 1
+    driver.run()
+    assert [driver.tokens(slot) for slot in children] == [solo(prompt, 5)] * 3
+    driver.assert_clean()
+
+
+def test_a_fork_is_all_or_nothing():
+    driver, prompt = Forks(WIDE), words(5, 6)
+    parent, other = driver.submit(prompt, 3), driver.submit(words(6, 3), 3)
+    driver.step()
+    assert driver.fork(parent, [None, None], children=[5, other]) is None
+    assert driver.fork(parent, [3]) is None  # the last token is the prompt's
+    assert driver.fork(4, [None]) is None  # nobody there
+    children = driver.fork(parent, [None, None])
+    driver.run()
+    assert [driver.tokens(slot) for slot in (parent, *children)] == [solo(prompt, 3)] * 3
+    assert driver.fork(parent, [None]) is None  # it has finished
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("length", [5, 8, 11])
+def test_forks_in_a_pool_too_small_for_all_end_right(length):
+    driver, prompt = Forks(POOL_8, seed=length), words(length, length)
+    parent = driver.submit(prompt, 14)
+    family = [parent, *(driver.submit(prompt, 14, fork_of=parent) for _ in range(3))]
+    stranger = driver.submit(words(8, 9), 6)
+    driver.run()
+    assert [driver.tokens(slot) for slot in family] == [solo(prompt, 14)] * 4
+    assert driver.tokens(stranger) == solo(words(8, 9), 6)
+    assert driver.host.totals.preemptions > 0
+    driver.assert_clean()

@@ -20,14 +20,19 @@ v1/core/test_prefix_caching.py
   cache_key_salting -> what_decodes_filled_is_shared_within_a_salt
   prefill_not_enough_free_blocks_with_computed_blocks -> a_hit_that_does_not_fit_touches_nothing
   reset_prefix_cache, scheduler_reset_prefix_cache (of test_scheduler.py)
-    -> a_reset_forgets_*; differs by design: never refused, live blocks stay with who holds them
+    -> a_reset_forgets_what_was_known_and_stops_nobody; differs by design: it is never refused,
+    and who runs keeps row and blocks
   maybe_evict_cached_block, block_lookup_cache_* -> differs by design: of equal blocks one is
     registered (prefix: the_survivor_of_two_equal_chains, kv06_equal_blocks)
   can_fit_full_sequence_full_attention_still_gates_oversized -> submit:
     check_prompt_refuses_with_the_numbers, admit: the_head_of_the_line_holds_up_those_behind
   prefix_cache_stats_counted_once_* (of test_scheduler.py) -> a_hit_that_waits_is_counted_once
   prefix_cache_stats_disabled -> not ours: the counters are always kept
-  prefill_plp -> not ours: no prompt logprobs
+  prefill_plp -> a_request_without_the_cache_neither_hits_nor_leaves_anything; differs: that is
+    asked for by use_cache, and what such a request computes is not registered
+  (a prompt known to its last block) -> what_is_cached_is_whole_blocks_and_never_the_last_token,
+    a_prompt_known_in_full_takes_no_block_for_it; differs by design: one token is run again and
+    not written, where vLLM computes the whole last block anew
   mm_prefix_caching -> not ours: multimodal
   kv_cache_events*, null_parent_block_hash, block_stored_event_*, block_removed_event_*,
     emit_cached_block_events* -> not ours: events of the cache
@@ -64,9 +69,10 @@ import random
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, Driver, small_config, solo
+from fake_model import VOCAB, Driver, quick_jit, small_config, solo
 
 from oxidize_jax.blocks.pool import NOT_IN_RING, physical_block
+from oxidize_jax.scheduler.reset import reset_prefix_cache
 from oxidize_jax.scheduler.state import FINISHED, RUNNING, WAITING
 
 WIDE = small_config(max_num_batched_tokens=64)
@@ -293,13 +299,75 @@ def test_a_prompt_hits_what_another_has_computed_so_far(hand):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 11, 12, 13])
-def test_at_least_one_token_is_computed_whatever_is_cached(length):
+def test_what_is_cached_is_whole_blocks_and_never_the_last_token(length):
     driver = Driver(WIDE, seed=length)
+    driver.submit([*COMMON, 3], 2)
+    driver.run()
     prompt = [*COMMON, 3][:length]
-    run = [driver.submit([*COMMON, 3], 2), None]
+    slot = driver.submit(prompt, 3)
     driver.run()
-    run[1] = driver.submit(prompt, 3)
+    assert driver.tokens(slot) == solo(prompt, 3)
+    assert driver.num_cached(slot) == min(length - length % 4, length - 1)
+
+
+def test_a_prompt_known_in_full_takes_no_block_for_it_while_another_holds_it(hand):
+    prefill(hand, COMMON, max_tokens=9)
+    hand.submit(COMMON, max_tokens=9)
+    hand("schedule")
+    # The last token is run for its logits; its KV is there, and shared.
+    assert hand.tables[:2] == [[0, 1, 2, 3], [0, 1, 2]]
+    assert (hand.of("num_cached")[1], hand.of("num_computed")[1]) == (11, 11)
+    assert hand.scheduled == [1, 1, 0]
+    hand.step()
+    assert hand.tables[:2] == [[0, 1, 2, 3], [0, 1, 2, 4]]
+    assert (hand.of("num_computed")[1], hand.tokens(1)) == (12, [*COMMON, 50])
+    assert hand.state.totals.copies == 0
+    assert hand.state.pool.ref_count.tolist() == [2, 2, 2, 1, 1, 0, 0, 0]
+
+
+def test_a_request_without_the_cache_neither_hits_nor_leaves_anything():
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCAB) for _ in range(13)]
+    driver = Driver(WIDE, seed=5)
+    hits = []
+    for use_cache in (False, True, False, True):
+        slot = driver.submit(prompt, 4, use_cache=use_cache)
+        driver.run()
+        assert driver.tokens(slot) == solo(prompt, 4)
+        hits.append(driver.num_cached(slot))
+    assert hits == [0, 0, 0, 12]
+    assert driver.host.totals.cached_tokens == 12
+    driver.assert_clean()
+
+
+def test_a_reset_forgets_what_was_known_and_stops_nobody():
+    rng = random.Random(6)
+    done, running = ([rng.randrange(VOCAB) for _ in range(n)] for n in (9, 13))
+    driver = Driver(WIDE, seed=6)
+    driver.submit(done, 1)
     driver.run()
-    assert driver.tokens(run[1]) == solo(prompt, 3)
-    assert driver.num_cached(run[1]) <= length - 1
-    assert driver.num_cached(run[1]) >= 4 * ((length - 1) // 4)
+    slot = driver.submit(running, 12)
+    for _ in range(2):
+        driver.step()
+    before = driver.host
+    assert (before.pool.num_cached, before.pool.hashed.sum()) == (2, 5)
+    driver._set_scheduler(quick_jit(reset_prefix_cache)(driver.state.scheduler))
+    pool, rows = driver.host.pool, driver.host.rows
+    assert (pool.num_cached, pool.hashed.sum()) == (0, 0)
+    assert pool.ref_count.tolist() == before.pool.ref_count.tolist()
+    assert rows.block_table.tolist() == before.rows.block_table.tolist()
+    assert driver.host.plan.num_scheduled.tolist() == [1, 0, 0, 0]
+    # The same words are computed anew, and get the serials that they had before.
+    fresh = [driver.submit(prompt, 1) for prompt in (done, running)]
+    driver.run()
+    assert [driver.num_cached(again) for again in fresh] == [0, 0]
+    assert driver.tokens(slot) == solo(running, 12)
+    # What the first filled after the reset, behind blocks of before, is not found.
+    hits = []
+    for prompt in (done, driver.tokens(slot)) * 2:
+        later = driver.submit(prompt, 2)
+        driver.run()
+        assert driver.tokens(later) == solo(prompt, 2)
+        hits.append(driver.num_cached(later))
+    assert hits == [8, 12, 8, 24]
+    driver.assert_clean()
