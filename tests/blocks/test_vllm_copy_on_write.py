@@ -381,7 +381,10 @@ def test_shared_blocks_are_available_after_their_last_release(make_pool, count):
 def test_the_common_prefix_ends_with_the_last_equal_block(make_pool, place):
     pool = make_pool(6)
     words = list(range(12))
-    cut = functools.partial(np.reshape, shape=(3, 4))
+
+    def cut(words):
+        return np.reshape(words, (3, 4))
+
     one = pool.allocate(3)
     pool.register_sequence(one, cut(words))
     words[place:] = [99] * (12 - place)
