@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from oxidize_jax.arrays import prefix_sum
+
 _WORDS = (0x9E3779B9, 0x85EBCA6B)
+_BASE = (0x01000193, 0x9E3779B1)
+"""P of each word: odd, so that it has an inverse modulo 2^32."""
+_INVERSE = tuple(pow(base, -1, 2**32) for base in _BASE)
 _FIRST = (0x243F6A88, 0xB7E15162)
 
 
@@ -26,18 +32,51 @@ def root_hash(salt: jax.Array, secret: jax.Array | int = 0) -> jax.Array:
 
 
 def chain_hash(parent: jax.Array, tokens: jax.Array) -> jax.Array:
-    """u32[..., 2]: hash of a block with ``tokens i32[..., K]`` after ``parent u32[..., 2]``."""
-    return link(parent, digest(tokens))
+    """u32[..., 2]: hash of a block with ``tokens i32[..., K]`` after ``parent u32[..., 2]``.
+
+    ``parent * P + digest``, a polynomial in P: so the hashes of a run of blocks need no
+    loop (:func:`run_hashes`).
+    """
+    return parent * jnp.array(_BASE, jnp.uint32) + digest(tokens)
 
 
 def prefix_hashes(root: jax.Array, tokens: jax.Array) -> jax.Array:
     """u32[M, 2]: hash of each block of one sequence, ``tokens i32[M, K]``."""
+    (m, _) = tokens.shape
+    place = jnp.arange(m, dtype=jnp.int32)
+    return run_hashes(root[None], tokens, jnp.zeros_like(place), place)
 
-    def step(parent: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        child = link(parent, block)
-        return child, child
 
-    return lax.scan(step, root, digest(tokens))[1]
+def run_hashes(
+    parents: jax.Array, tokens: jax.Array, head: jax.Array, place: jax.Array
+) -> jax.Array:
+    """u32[n, 2]: hashes of n blocks that stand in runs, each block the parent of the next.
+
+    Args:
+      parents: u32[n, 2] or u32[1, 2], the hash before the *first* block of each lane's run.
+      tokens: i32[n, K].
+      head: i32[n], lane at which the run of each lane begins.
+      place: i32[n], lanes since then.
+    """
+    (n, _) = tokens.shape
+    words = []
+    for word, (base, inverse) in enumerate(zip(_BASE, _INVERSE, strict=True)):
+        # h[i] = P^(i+1) * (parent + sum of digest[j] * P^-(j+1)), modulo 2^32.
+        up, down = _powers(base, n)[place], _powers(inverse, n)[place]
+        terms = lax.bitcast_convert_type(digest(tokens)[:, word] * down, jnp.int32)
+        sums = prefix_sum(terms)
+        sums = sums - (sums - terms)[head]
+        total = parents[:, word] + lax.bitcast_convert_type(sums, jnp.uint32)
+        words.append(total * up)
+    return jnp.stack(words, axis=-1)
+
+
+def _powers(base: int, count: int) -> jax.Array:
+    """u32[count]: ``base ** 1 ..``, modulo 2^32; a constant of the program."""
+    powers = np.full((count,), base, np.uint64)
+    for i in range(1, count):
+        powers[i] = powers[i - 1] * base % 2**32
+    return jnp.asarray(powers.astype(np.uint32))
 
 
 def digest(tokens: jax.Array) -> jax.Array:
@@ -48,18 +87,6 @@ def digest(tokens: jax.Array) -> jax.Array:
         keyed = _mix(tokens.astype(jnp.uint32) + place * jnp.uint32(word))
         words.append(_mix(jnp.sum(keyed, axis=-1, dtype=jnp.uint32) ^ jnp.uint32(word)))
     return jnp.stack(words, axis=-1)
-
-
-def link(parent: jax.Array, block: jax.Array) -> jax.Array:
-    """u32[..., 2]: hash of a block from its parent's hash and its own digest."""
-    left, right = parent[..., 0], parent[..., 1]
-    return jnp.stack(
-        [
-            _mix(left * jnp.uint32(_WORDS[0]) + (block[..., 0] ^ right)),
-            _mix(right * jnp.uint32(_WORDS[1]) + (block[..., 1] ^ left)),
-        ],
-        axis=-1,
-    )
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -18,6 +18,8 @@ from oxidize_jax.types import BlockId, replace, state
 
 PROBES = 8
 """Places in the index that a key may occupy, beginning at its hash."""
+_NOBODY = -(2**31)
+"""Parent of no block: root parents are above it."""
 
 
 @state
@@ -63,8 +65,7 @@ def lookup_prefix(pool: BlockPool, tokens: jax.Array, limit: jax.Array, salt: ja
         parent = jnp.where(matched, at_index(pool.serial, block, NO_SERIAL), parent)
         return blocks, count + matched.astype(jnp.int32), parent, matched
 
-    none = jnp.full(tokens.shape[:1], pool.num_blocks, jnp.int32)
-    start = (none, jnp.zeros((), jnp.int32), root_parent(salt), jnp.ones((), jnp.bool_))
+    start = _first_guess(pool, near, parents, root_parent(salt), limit)
     blocks, count, parent, _ = lax.while_loop(more, match_next, start)
     last = hashes[jnp.maximum(count - 1, 0)]
     return Prefix(
@@ -73,6 +74,26 @@ def lookup_prefix(pool: BlockPool, tokens: jax.Array, limit: jax.Array, salt: ja
         chain_hash=jnp.where(count > 0, last, root),
         chain_parent=parent,
     )
+
+
+def _first_guess(
+    pool: BlockPool, near: Candidates, parents: jax.Array, root: jax.Array, limit: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Where the search for a prefix goes on: behind the blocks that chain up at first sight.
+
+    Blocks whose hash and tokens are equal are nearly always the only ones; then all are
+    matched at once. Where hashes collide the search goes on one by one from there.
+    """
+    column = jnp.arange(parents.shape[0], dtype=jnp.int32)
+    first = jnp.argmax(near.matches, axis=1)
+    block = jnp.take_along_axis(near.blocks, first[:, None], axis=1)[:, 0]
+    before = jnp.concatenate([root[None], at_index(pool.serial, block, NO_SERIAL)[:-1]])
+    chained = jnp.take_along_axis(parents, first[:, None], axis=1)[:, 0] == before
+    good = jnp.any(near.matches, axis=1) & chained & (column < limit)
+    count = jnp.argmin(jnp.append(good, False)).astype(jnp.int32)
+    blocks = jnp.where(column < count, block, pool.num_blocks)
+    parent = jnp.where(count > 0, at_index(pool.serial, block[count - 1], NO_SERIAL), root)
+    return blocks, count, parent, jnp.ones((), jnp.bool_)
 
 
 def find(pool: BlockPool, block_hash: jax.Array, tokens: jax.Array, parent: jax.Array) -> BlockId:
@@ -111,27 +132,41 @@ def candidates(pool: BlockPool, block_hash: jax.Array, tokens: jax.Array) -> Can
 
 
 def register(
-    pool: BlockPool, blocks: BlockId, block_hash: jax.Array, tokens: jax.Array, parent: jax.Array
-) -> tuple[BlockPool, jax.Array]:
+    pool: BlockPool,
+    blocks: BlockId,
+    block_hash: jax.Array,
+    tokens: jax.Array,
+    parent: jax.Array,
+    head: jax.Array | None = None,
+) -> tuple[BlockPool, jax.Array, jax.Array]:
     """Make full, written blocks findable.
 
     Args:
       blocks: i32[n], padding B; distinct, live, not registered.
       block_hash, tokens, parent: u32[n, 2], i32[n, K], i32[n].
+      head: i32[n], lane at which a run of blocks begins, each the parent of the next (by
+        default every lane is one). ``parent`` counts at the heads only.
 
     Returns:
-      ``(pool, serial i32[n])``: the serial that the *next* block of each sequence names as
-      its parent. It is that of an equal block if one is registered already, or stands
-      before it in the list (then this one stays unregistered, and is freed first), else
-      that of this block. A block for which the index has no room within ``PROBES`` is not
-      registered; it only costs hits.
+      ``(pool, serial i32[n], done bool[n])``: the serial that the *next* block of each
+      sequence names as its parent. It is that of an equal block if one is registered
+      already, or stands before it in the list (then this one stays unregistered, and is
+      freed first), else that of this block. Where a head was such a twin, the rest of its
+      run is not ``done``: it needs the twin's serial. A block for which the index has no
+      room within ``PROBES`` is not registered; it only costs hits.
     """
-    wanted = blocks < pool.num_blocks
-    twin = find(pool, block_hash, tokens, parent)
-    first = _first_equal(wanted, block_hash, tokens, parent)
     lane = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    head = lane if head is None else head
+    leads, wanted = head == lane, blocks < pool.num_blocks
+    # Behind a new block there can be no registered one, and no twin.
+    parent = jnp.where(leads, parent, _NOBODY)
+    twin = find(pool, block_hash, tokens, parent)
+    first = _first_equal(wanted & leads, block_hash, tokens, parent)
     fresh = wanted & (twin >= pool.num_blocks) & (first == lane)
+    done = wanted & (leads | fresh[head])
+    fresh = fresh & done
     serial = pool.next_serial + prefix_sum(fresh) - 1
+    parent = jnp.where(leads, parent, serial - 1)
     index, slot = _insert(pool, jnp.where(fresh, blocks, pool.num_blocks), block_hash)
     placed = jnp.where(slot < index.shape[0], blocks, pool.num_blocks)
     known = jnp.where(twin < pool.num_blocks, at_index(pool.serial, twin, 0), serial[first])
@@ -146,7 +181,7 @@ def register(
         index_slot=pool.index_slot.at[placed].set(slot, mode="drop"),
         next_serial=pool.next_serial + jnp.sum(fresh, dtype=jnp.int32),
     )
-    return pool, known
+    return pool, known, done
 
 
 def _first_equal(

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, Model, Params, run_steps
+from oxidize_jax.scheduler import fork as forks
+from oxidize_jax.scheduler import reset
 from oxidize_jax.scheduler import submit as submission
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.types import replace, state
@@ -63,6 +65,20 @@ def submit(
 def abort(state: SchedulerState, slot: jax.Array) -> SchedulerState:
     """:func:`~oxidize_jax.scheduler.submit.abort`"""
     return submission.abort(state, slot)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def fork(
+    config: EngineConfig, state: SchedulerState, new: forks.Fork
+) -> tuple[SchedulerState, jax.Array]:
+    """:func:`~oxidize_jax.scheduler.fork.fork`"""
+    return forks.fork(config, state, new)
+
+
+@partial(jax.jit, donate_argnums=0)
+def reset_prefix_cache(state: SchedulerState) -> SchedulerState:
+    """:func:`~oxidize_jax.scheduler.reset.reset_prefix_cache`"""
+    return reset.reset_prefix_cache(state)
 
 
 @partial(jax.jit, static_argnums=(0, 3))

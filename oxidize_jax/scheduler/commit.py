@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oxidize_jax.arrays import at_index, prefix_sum
+from oxidize_jax.arrays import at_index, prefix_sum, segments
 from oxidize_jax.blocks import hashing, prefix
 from oxidize_jax.blocks.pool import BlockPool
 from oxidize_jax.config import EngineConfig
@@ -22,7 +22,7 @@ from oxidize_jax.scheduler.state import (
 from oxidize_jax.types import replace, state
 
 _LANES = 32
-"""Rows whose blocks are registered together."""
+"""Blocks that are registered together."""
 
 
 def commit(
@@ -86,35 +86,38 @@ def _register_full_blocks(
 ) -> SchedulerState:
     """Register the blocks that the tokens from ``before i32[S]`` on have filled.
 
-    Each turn takes the next full block of a few rows, since a block needs its parent's
-    hash. Of many decoding rows one in K fills a block in a step; most often one turn does.
+    Each turn takes a few of them, row after row and each row's in sequence. Of many
+    decoding rows one in K fills a block in a step; most often one turn does.
     """
     k, s = config.block_size, config.max_num_seqs
     rows, requests = state.rows, state.requests
     end = jnp.where(at_index(requests.use_cache, rows.request, False), rows.kv_len // k, 0)
-    width = min(s, _LANES)
+    lane = jnp.arange(_LANES, dtype=jnp.int32)
 
     def register_next(carry: _Chains) -> _Chains:
-        due = carry.first < end
-        place = prefix_sum(due) - 1
-        taken = due & (place < width)
-        lane = jnp.full((width,), s, jnp.int32)
-        row = lane.at[jnp.where(taken, place, width)].set(
-            jnp.arange(s, dtype=jnp.int32), mode="drop"
-        )
-        column = at_index(carry.first, row, 0)
+        due = jnp.maximum(end - carry.first, 0)
+        ends = prefix_sum(due)
+        row = segments(ends, _LANES)
+        head = at_index(ends - due, row, 0)
+        place = lane - head
+        column = at_index(carry.first, row, 0) + place
         block = rows.block_table.at[row, column].get(mode="fill", fill_value=config.num_blocks)
         offsets = column[:, None] * k + jnp.arange(k, dtype=jnp.int32)
         request = at_index(rows.request, row, config.max_num_requests)
         tokens = carry.tokens.at[request[:, None], offsets].get(mode="fill", fill_value=0)
-        block_hash = hashing.chain_hash(at_index(carry.chain_hash, row, 0), tokens)
-        parent = at_index(carry.chain_parent, row, 0)
-        pool, serial = prefix.register(carry.pool, block, block_hash, tokens, parent)
+        parents = at_index(carry.chain_hash, row, 0)
+        block_hash = hashing.run_hashes(parents, tokens, head, place)
+        pool, serial, done = prefix.register(
+            carry.pool, block, block_hash, tokens, at_index(carry.chain_parent, row, 0), head
+        )
+        count = jnp.zeros((s,), jnp.int32).at[row].add(done.astype(jnp.int32), mode="drop")
+        # The chain of a row goes on behind its last block that is done.
+        last = jnp.where(done & (place == at_index(count, row, 0) - 1), row, s)
         return _Chains(
             pool=pool,
-            chain_hash=carry.chain_hash.at[row].set(block_hash, mode="drop"),
-            chain_parent=carry.chain_parent.at[row].set(serial, mode="drop"),
-            first=carry.first + taken.astype(jnp.int32),
+            chain_hash=carry.chain_hash.at[last].set(block_hash, mode="drop"),
+            chain_parent=carry.chain_parent.at[last].set(serial, mode="drop"),
+            first=carry.first + count,
             tokens=lax.optimization_barrier(carry.tokens),
         )
 

@@ -43,7 +43,7 @@ class Transitions:
 
         def register(pool: Any, blocks: Any, parent_hash: Any, tokens: Any, parent: Any) -> Any:
             block_hash = hashing.chain_hash(parent_hash, tokens)
-            pool, serial = prefix.register(pool, blocks, block_hash, tokens, parent)
+            pool, serial, _ = prefix.register(pool, blocks, block_hash, tokens, parent)
             return pool, block_hash, serial
 
         self.register = quick_jit(register)

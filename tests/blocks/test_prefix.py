@@ -1,8 +1,8 @@
 """The prefix cache: what is registered is found, and nothing else is."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_model import make_hashes_constant
 
 from oxidize_jax.blocks import hashing
 from oxidize_jax.blocks.pool import root_parent
@@ -10,10 +10,6 @@ from oxidize_jax.blocks.prefix import PROBES
 
 A, B, C, D = ([w] * 4 for w in (1, 2, 3, 4))
 """Contents of blocks."""
-
-
-def constant_hash(parent, block):
-    return jnp.full_like(block, 5)
 
 
 def test_lookup_finds_the_longest_registered_prefix(make_pool):
@@ -122,7 +118,7 @@ def test_evicting_a_middle_block_cuts_the_match(make_pool):
 
 
 def test_a_full_index_costs_hits_and_nothing_else(make_fresh_pool, monkeypatch):
-    monkeypatch.setattr(hashing, "link", constant_hash)
+    make_hashes_constant(monkeypatch)
     lanes = PROBES + 2
     pool = make_fresh_pool(num_blocks=lanes, lanes=lanes)
     pool.allocate(lanes)
@@ -143,7 +139,7 @@ def test_a_full_index_costs_hits_and_nothing_else(make_fresh_pool, monkeypatch):
 
 
 def test_kv11_a_constant_hash_never_serves_another_prompts_blocks(make_fresh_pool, monkeypatch):
-    monkeypatch.setattr(hashing, "link", constant_hash)
+    make_hashes_constant(monkeypatch)
     pool = make_fresh_pool(num_blocks=6, lanes=6)
     pool.allocate(6)
     pool.register_sequence([0, 1], [A, C])

@@ -6,10 +6,17 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_model import VOCAB, Driver, FakeModel, quick_jit, small_config, solo
+from fake_model import (
+    VOCAB,
+    Driver,
+    FakeModel,
+    make_hashes_constant,
+    quick_jit,
+    small_config,
+    solo,
+)
 
 from oxidize_jax.batch.buckets import buckets
-from oxidize_jax.blocks import hashing
 from oxidize_jax.engine.step import engine_step
 from oxidize_jax.scheduler.state import ABORTED, FINISHED, LENGTH, POOL_EXHAUSTED, RUNNING
 from oxidize_jax.scheduler.submit import check_prompt
@@ -137,7 +144,7 @@ def test_kv09_hits_and_a_miss_in_one_batch_with_shuffled_blocks(seed):
 
 
 def test_kv11_with_a_constant_hash_the_tokens_are_those_of_the_oracle(monkeypatch):
-    monkeypatch.setattr(hashing, "link", lambda parent, block: jnp.full_like(block, 5))
+    make_hashes_constant(monkeypatch)
     largest = buckets(CHUNK)[-1:]
     # A function of its own is traced anew, with the changed hash.
     step = quick_jit(lambda state: engine_step(CHUNK, FakeModel(), None, state, shapes=largest))
