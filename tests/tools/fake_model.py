@@ -378,6 +378,8 @@ class Driver:
             k = config.block_size
             # Tokens whose KV came with shared blocks are computed again, but not written.
             start = max(start, int(rows.kv_len[row]))
+            if start >= end:
+                continue
             written = rows.block_table[row, start // k : -(-end // k)]
             assert (written < config.num_blocks).all(), (row, start, end, written)
             assert (state.pool.ref_count[written] == 1).all(), (row, written)
