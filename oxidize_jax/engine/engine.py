@@ -17,6 +17,7 @@ import numpy as np
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
+from oxidize_jax.engine.recorder import NoRecorder
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state
 from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.state import (
@@ -84,6 +85,7 @@ class Engine:
       model: the static part of the model (see :class:`~oxidize_jax.engine.step.Model`).
       params: its arrays.
       check_invariants: check every state that the host sees; slow, to hunt a fault.
+      recorder: is told every event, to write a trace that can be replayed.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         params: Params,
         *,
         check_invariants: bool = False,
+        recorder: NoRecorder | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -102,6 +105,8 @@ class Engine:
         self._queue: list[tuple[int, int, EngineRequest]] = []
         self._unfinished: set[int] = set()
         self._reset()
+        self._recorder = recorder or NoRecorder()
+        self._recorder.start(config, model.vocab_size, self.state.scheduler)
 
     def _reset(self) -> None:
         """A fresh device state. What had a slot is forgotten; the host queue stays."""
@@ -155,14 +160,17 @@ class Engine:
         try:
             self._abort_slots()
             self._fill_slots()
+            self._recorder.run(self.state.scheduler, max_steps)
             self.state = programs.run(
                 self.config, self.model, self.params, self.state, np.int32(max_steps)
             )
+            self._recorder.ran(self.state.scheduler)
             return self._collect(self._drain())
         except BaseException as error:
             # The state was donated: whatever stopped the run, it cannot be used again.
             lost = sorted(self._requests)
             self._reset()
+            self._recorder.restart(self.state.scheduler)
             if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
                 raise
             raise EngineStepError(
@@ -197,8 +205,9 @@ class Engine:
     def _abort_slots(self) -> None:
         # The slot stays taken until a drain sees that the row is gone.
         while self._aborted_slots:
-            slot = np.int32(self._aborted_slots.pop())
-            self._update(programs.abort(self.state.scheduler, slot))
+            slot = self._aborted_slots.pop()
+            self._recorder.abort(slot)
+            self._update(programs.abort(self.state.scheduler, np.int32(slot)))
 
     def _fill_slots(self) -> None:
         """Move queued requests into free slots, the first in line first."""
@@ -214,6 +223,7 @@ class Engine:
             self._slots[slot] = request_id
             self._requests[request_id] = (slot, request)
             self._cursor[slot] = len(request.prompt_token_ids)
+            self._recorder.submit(slot, new)
             self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
 
     def _new_request(self, request_id: int, request: EngineRequest) -> NewRequest:

@@ -1,0 +1,230 @@
+"""Trace: the events of a run, enough to make the same run again.
+
+A run of the engine is a fold of events over the initial state, and the initial state follows
+from the configuration and the pool's secret: so the events are all there is to keep. They
+are written by :mod:`~oxidize_jax.engine.recorder`, kept as :mod:`~oxidize_jax.engine.tracefile`
+says, and folded again by :mod:`~oxidize_jax.engine.replay`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.scheduler import fork as forks
+from oxidize_jax.scheduler.state import NO_TOKEN
+from oxidize_jax.scheduler.submit import NewRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """A request is put into a slot. Fields as in :class:`~oxidize_jax.scheduler.submit.NewRequest`.
+
+    ``output`` is what it generates in a replay without a model, as far as no outcome says so.
+    """
+
+    slot: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    arrival: int = 0
+    priority: int = 0
+    stop_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    key: tuple[int, ...] = (0, 0)
+    salt: int = 0
+    use_cache: bool = True
+    fork_of: int | None = None
+    want_logprobs: bool = False
+    output: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """The request in ``slot`` is finished from outside."""
+
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """C more slots go on with a request. Fields as in :class:`~oxidize_jax.scheduler.fork.Fork`.
+
+    ``outputs`` are those of the children, as in :class:`Submit`.
+    """
+
+    parent: int
+    children: tuple[int, ...]
+    keys: tuple[tuple[int, ...], ...]
+    arrivals: tuple[int, ...]
+    last_tokens: tuple[int | None, ...]
+    last_logprobs: tuple[float, ...]
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ResetPrefixCache:
+    """Nothing computed so far is hit again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """A step failed, and the engine took a fresh state."""
+
+    secret: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    steps: int
+    tokens: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """New tokens by slot."""
+    digests: Mapping[str, int] | None = None
+    """u32 of every array of the scheduler's state, by name; None where none were taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Up to ``max_steps`` steps. Without an outcome the process ended in it, or a step failed."""
+
+    max_steps: int
+    outcome: Outcome | None = None
+
+
+Event: TypeAlias = Submit | Abort | Fork | ResetPrefixCache | Restart | Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A run: what its initial state follows from, and the events in order."""
+
+    config: EngineConfig
+    vocab_size: int
+    events: tuple[Event, ...] = ()
+    secret: int = 0
+    """The pool's, at the start."""
+    model: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the recorder was told of the model, ``name`` and ``dtype`` for instance."""
+    backend: str = ""
+    jax_version: str = ""
+    torn: bool = False
+    """The file ended within a line, which was left out."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were submitted, and forks."""
+        submitted = sum(isinstance(event, Submit) for event in self.events)
+        return submitted + sum(len(e.children) for e in self.events if isinstance(e, Fork))
+
+
+def scripted(trace: Trace) -> Trace:
+    """The same events without outcomes: what each request generated stands with its event.
+
+    Outcomes hold for the whole run alone; these events can be dropped one by one.
+    """
+    outputs: dict[tuple[int, int], list[int]] = {}
+    owner: dict[int, list[int]] = {}
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Submit):
+            owner[event.slot] = outputs[index, 0] = list(event.output)
+        elif isinstance(event, Fork):
+            known = event.outputs or ((),) * len(event.children)
+            for child, (slot, output) in enumerate(zip(event.children, known, strict=True)):
+                owner[slot] = outputs[index, child] = list(output)
+        elif isinstance(event, Run) and event.outcome is not None:
+            for slot, tokens in event.outcome.tokens.items():
+                owner[slot].extend(tokens)
+    events = tuple(_scripted(event, i, outputs) for i, event in enumerate(trace.events))
+    return dataclasses.replace(trace, events=events)
+
+
+def _scripted(event: Event, index: int, outputs: Mapping[tuple[int, int], list[int]]) -> Event:
+    if isinstance(event, Submit):
+        return dataclasses.replace(event, output=tuple(outputs[index, 0]))
+    if isinstance(event, Fork):
+        of = tuple(tuple(outputs[index, child]) for child in range(len(event.children)))
+        return dataclasses.replace(event, outputs=of)
+    if isinstance(event, Run) and event.outcome is not None:
+        # At least one: a run that finds nothing to do plans once all the same.
+        return Run(max(1, event.outcome.steps))
+    return event
+
+
+_SCALARS = ("max_new_tokens", "min_new_tokens", "arrival", "priority", "temperature", "top_k",
+            "top_p", "salt", "use_cache", "want_logprobs")  # fmt: skip
+
+
+def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:
+    """The event of a request. What stands behind its prompt is not kept."""
+    stops = np.asarray(new.stop_ids)
+    fork_of = int(new.fork_of)
+    return Submit(
+        slot=slot,
+        prompt=tuple(np.asarray(new.tokens)[: int(new.prompt_len)].tolist()),
+        stop_ids=tuple(stops[stops != NO_TOKEN].tolist()),
+        key=tuple(np.asarray(new.key).tolist()),
+        fork_of=fork_of if fork_of < config.max_num_requests else None,
+        **{name: np.asarray(getattr(new, name)).item() for name in _SCALARS},
+    )
+
+
+def new_request(config: EngineConfig, event: Submit) -> NewRequest:
+    """The arrays of a request, with zeros behind its prompt as the engine puts them."""
+    tokens = np.zeros((config.max_model_len,), np.int32)
+    tokens[: len(event.prompt)] = event.prompt
+    stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
+    stops[: len(event.stop_ids)] = event.stop_ids
+    fork_of = config.max_num_requests if event.fork_of is None else event.fork_of
+    types: dict[str, Any] = {"temperature": np.float32, "top_p": np.float32}
+    types |= {"use_cache": np.bool_, "want_logprobs": np.bool_}
+    arrays: dict[str, Any] = {
+        name: types.get(name, np.int32)(getattr(event, name)) for name in _SCALARS
+    }
+    return NewRequest(
+        tokens=tokens,  # type: ignore[arg-type]
+        prompt_len=np.int32(len(event.prompt)),  # type: ignore[arg-type]
+        stop_ids=stops,  # type: ignore[arg-type]
+        key=np.asarray(event.key, np.uint32),  # type: ignore[arg-type]
+        fork_of=np.int32(fork_of),  # type: ignore[arg-type]
+        **arrays,
+    )
+
+
+def fork_event(config: EngineConfig, new: forks.Fork) -> Fork:
+    """The event of a fork that was taken, without its padding."""
+    children = np.asarray(new.children)
+    used = children < config.max_num_requests
+
+    def of(values: Any) -> Any:
+        return np.asarray(values)[used].tolist()
+
+    return Fork(
+        parent=int(new.parent),
+        children=tuple(of(children)),
+        keys=tuple(map(tuple, of(new.keys))),
+        arrivals=tuple(of(new.arrivals)),
+        last_tokens=tuple(None if token == NO_TOKEN else token for token in of(new.last_tokens)),
+        last_logprobs=tuple(of(new.last_logprobs)),
+    )
+
+
+def new_fork(event: Fork) -> forks.Fork:
+    """The arrays of a fork."""
+    last = [NO_TOKEN if token is None else token for token in event.last_tokens]
+    arrays: dict[str, Any] = {
+        "parent": np.int32(event.parent),
+        "children": np.asarray(event.children, np.int32),
+        "keys": np.asarray(event.keys, np.uint32).reshape(-1, 2),
+        "arrivals": np.asarray(event.arrivals, np.int32),
+        "last_tokens": np.asarray(last, np.int32),
+        "last_logprobs": np.asarray(event.last_logprobs, np.float32),
+    }
+    return forks.Fork(**arrays)

@@ -1,0 +1,397 @@
+"""The file of a trace: JSON lines, a header and then one for each event or outcome::
+
+    {"oxidize_jax_trace": 1, "config": {...}, "vocab_size": 97, "secret": 0, "model": {...}, ...}
+    {"submit": {"slot": 0, "prompt": [5, 6, 7], "max_new_tokens": 4}}
+    {"run": {"max_steps": 16}}
+    {"ran": {"steps": 4, "tokens": {"0": [9, 1, 4, 8]}, "digests": {"rows.kv_len": 1734, ...}}}
+
+Fields at their defaults are left out, and digests that are as in the outcome before. The
+outcome of a run is a line of its own, so that the run is on record before it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from oxidize_jax import __version__
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.trace import (
+    Abort,
+    Event,
+    Fork,
+    Outcome,
+    ResetPrefixCache,
+    Restart,
+    Run,
+    Submit,
+    Trace,
+)
+from oxidize_jax.scheduler.submit import check_prompt
+
+FORMAT = 1
+"""Grows with changes that an older reader would misread."""
+_HEADER = "oxidize_jax_trace"
+_F32 = 3.4028235677973366e38
+"""Where a float of 32 bits rounds to infinity."""
+_KINDS: dict[str, type] = {
+    "submit": Submit,
+    "abort": Abort,
+    "fork": Fork,
+    "reset_prefix_cache": ResetPrefixCache,
+    "restart": Restart,
+    "run": Run,
+    "ran": Outcome,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+class Lines:
+    """Turns a trace into lines, one after the other."""
+
+    def __init__(self) -> None:
+        self._digests: Mapping[str, int] = {}
+
+    def header(self, trace: Trace) -> str:
+        """The first line; the events of ``trace`` are not in it."""
+        return _line(
+            {
+                _HEADER: FORMAT,
+                "config": dataclasses.asdict(trace.config),
+                "vocab_size": trace.vocab_size,
+                "secret": trace.secret,
+                "model": dict(trace.model),
+                "backend": trace.backend,
+                "jax_version": trace.jax_version,
+                "version": __version__,
+            }
+        )
+
+    def event(self, event: Event) -> str:
+        """One event; a run without what came of it."""
+        if isinstance(event, Run):
+            event = dataclasses.replace(event, outcome=None)
+        return _line({_NAMES[type(event)]: _changed_fields(event)})
+
+    def outcome(self, outcome: Outcome) -> str:
+        """What came of the run before."""
+        if outcome.digests is not None:
+            old, self._digests = self._digests, outcome.digests
+            new = {name: word for name, word in self._digests.items() if old.get(name) != word}
+            outcome = dataclasses.replace(outcome, digests=new)
+        return _line({"ran": _changed_fields(outcome)})
+
+
+def dumps(trace: Trace) -> str:
+    """The text of a trace's file."""
+    lines = Lines()
+    text = [lines.header(trace)]
+    for event in trace.events:
+        text.append(lines.event(event))
+        if isinstance(event, Run) and event.outcome is not None:
+            text.append(lines.outcome(event.outcome))
+    return "".join(text)
+
+
+def write_trace(path: str | Path, trace: Trace) -> None:
+    """Write a trace to a file, in place of what is there."""
+    Path(path).expanduser().write_text(dumps(trace), encoding="utf-8")
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace. Raises ValueError naming file, line and field, and OSError."""
+    path = Path(path).expanduser()
+    try:
+        return loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def loads(text: str) -> Trace:
+    """Read the text of a trace's file. Raises ValueError naming line and field."""
+    lines = text.split("\n")
+    records, torn = _records(lines)
+    if not records:
+        raise ValueError("line 1: there is no trace here, the file is empty or torn: record anew.")
+    trace = _read_header(records[0])
+    reader = _Reader(trace)
+    for number, record in enumerate(records[1:], 2):
+        if record is None:
+            continue
+        try:
+            reader.add(record)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return dataclasses.replace(trace, events=tuple(reader.events), torn=torn)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _changed_fields(value: Any) -> dict[str, Any]:
+    """The fields of an event that are not at their defaults."""
+    changed = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        empty = field.default_factory is not dataclasses.MISSING and not item
+        if not empty and item != field.default:
+            changed[field.name] = _plain(item)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for JSON, which has no infinity and no NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _records(lines: list[str]) -> tuple[list[Any], bool]:
+    """The lines as JSON (None for a blank one), and whether the last was torn."""
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    records: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            records.append(None)
+            continue
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and number > 1:
+                return records, True
+            raise ValueError(
+                f"line {number}: not JSON ({error}): mend or cut the file there; only its last "
+                "line may be torn."
+            ) from None
+    return records, False
+
+
+def _read_header(record: Any) -> Trace:
+    if not isinstance(record, dict) or _HEADER not in record:
+        raise ValueError(f'line 1: no "{_HEADER}": this is not the file of a trace.')
+    if record[_HEADER] != FORMAT:
+        raise ValueError(
+            f"line 1: {_HEADER}={record[_HEADER]!r}: this version reads format {FORMAT}; read it "
+            f"with the version that wrote it, {record.get('version', 'which is not named')}."
+        )
+    try:
+        return Trace(
+            config=_read_config(record.get("config")),
+            vocab_size=_whole("vocab_size", record.get("vocab_size"), 1, 2**31),
+            secret=_whole("secret", record.get("secret", 0), 0, 2**32),
+            model=_read_model(record.get("model", {})),
+            backend=str(record.get("backend", "")),
+            jax_version=str(record.get("jax_version", "")),
+        )
+    except ValueError as error:
+        raise ValueError(f"line 1: {error}") from None
+
+
+def _read_config(fields: Any) -> EngineConfig:
+    if not isinstance(fields, dict):
+        raise ValueError(f"config={fields!r}: must be an object with the fields of EngineConfig.")
+    _check_names("config", fields, {field.name for field in dataclasses.fields(EngineConfig)})
+    return EngineConfig(**fields)
+
+
+def _read_model(fields: Any) -> dict[str, str]:
+    if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
+        raise ValueError(f"model={fields!r}: must be an object whose values are text.")
+    return fields
+
+
+class _Reader:
+    """Turns records into events, and refuses those that no engine can have made."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.events: list[Event] = []
+        self._config = trace.config
+        self._vocab_size = trace.vocab_size
+        self._digests: dict[str, int] = {}
+        self._used: set[int] = set()
+
+    def add(self, record: Any) -> None:
+        """Append an event, or give the last run its outcome."""
+        if not isinstance(record, dict) or len(record) != 1:
+            raise ValueError("must be an object with one key, the kind of the event.")
+        ((kind, fields),) = record.items()
+        if kind not in _KINDS:
+            raise ValueError(f"{kind!r} is no event{_near(kind, _KINDS)}.")
+        if not isinstance(fields, dict):
+            raise ValueError(f"{kind}={fields!r}: must be an object.")
+        event = self._read(kind, fields)
+        if isinstance(event, Outcome):
+            self._add_outcome(event)
+            return
+        self._check(event)
+        self.events.append(event)
+
+    def _read(self, kind: str, fields: dict[str, Any]) -> Any:
+        cls = _KINDS[kind]
+        known = {f.name: f for f in dataclasses.fields(cls) if f.name != "outcome"}
+        _check_names(kind, fields, known)
+        for name, field in known.items():
+            required = field.default is field.default_factory is dataclasses.MISSING
+            if required and name not in fields:
+                raise ValueError(f"{kind}.{name} is missing: every {kind} has one.")
+        limits = _Limits(self._config, self._vocab_size)
+        values = {name: limits.read(f"{kind}.{name}", name, v) for name, v in fields.items()}
+        return cls(**values)
+
+    def _add_outcome(self, outcome: Outcome) -> None:
+        run = self.events[-1] if self.events else None
+        if not isinstance(run, Run) or run.outcome is not None:
+            raise ValueError("ran: there is no run before it: mend or cut the file there.")
+        for slot in outcome.tokens:
+            if slot not in self._used:
+                raise ValueError(f"ran.tokens: slot {slot} holds no request.")
+        if outcome.digests is not None:
+            self._digests = {**self._digests, **outcome.digests}
+            outcome = dataclasses.replace(outcome, digests=self._digests)
+        self.events[-1] = Run(run.max_steps, outcome)
+
+    def _check(self, event: Event) -> None:
+        if isinstance(event, Submit):
+            check_prompt(self._config, len(event.prompt))
+            most = self._config.max_stop_token_ids
+            if len(event.stop_ids) > most:
+                raise ValueError(
+                    f"submit.stop_ids has {len(event.stop_ids)} ids; the limit is "
+                    f"max_stop_token_ids={most}."
+                )
+            self._used.add(event.slot)
+        elif isinstance(event, Fork):
+            self._check_fork(event)
+            self._used.update(event.children)
+        elif isinstance(event, Restart):
+            self._used.clear()
+
+    def _check_fork(self, event: Fork) -> None:
+        count = len(event.children)
+        for field in dataclasses.fields(Fork)[2:]:
+            got = len(getattr(event, field.name))
+            if got != count and (got or field.name != "outputs"):
+                raise ValueError(
+                    f"fork.{field.name} has {got} entries for {count} children: give each one."
+                )
+        if len({event.parent, *event.children}) != count + 1:
+            raise ValueError("fork.children: parent and children must be different slots.")
+
+
+class _Limits:
+    """Reads the values of fields, which mean the same in every event."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        def whole(low: int, high: int) -> Callable[[str, Any], int]:
+            return lambda name, value: _whole(name, value, low, high)
+
+        slot, token = whole(0, config.max_num_requests), whole(0, vocab_size)
+        signed, word = whole(-(2**31), 2**31), whole(0, 2**32)
+        count, positive = whole(0, 2**31), whole(1, 2**31)
+        key = _many(word, 2)
+        self._kinds: dict[str, Callable[[str, Any], Any]] = {
+            "slot": slot,
+            "parent": slot,
+            "children": _many(slot),
+            "prompt": _many(token),
+            "stop_ids": _many(token),
+            "output": _many(token),
+            "outputs": _many(_many(token)),
+            "last_tokens": _many(_optional(token)),
+            "last_logprobs": _many(_number),
+            "keys": _many(key),
+            "key": key,
+            "arrivals": _many(signed),
+            "arrival": signed,
+            "priority": signed,
+            "max_new_tokens": positive,
+            "min_new_tokens": count,
+            "temperature": _number,
+            "top_k": count,
+            "top_p": _number,
+            "salt": count,
+            "use_cache": _flag,
+            "want_logprobs": _flag,
+            "fork_of": _optional(slot),
+            "secret": word,
+            "max_steps": positive,
+            "steps": count,
+            "tokens": lambda name, value: {
+                slot(f"{name}: slot", int(key) if key.isdecimal() else key): tokens
+                for key, tokens in _object(_many(token))(name, value).items()
+            },
+            "digests": _object(word),
+        }
+
+    def read(self, path: str, name: str, value: Any) -> Any:
+        """The value of field ``name``. Raises ValueError naming ``path`` and the limit."""
+        return self._kinds[name](path, value)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {high - 1}.")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be true or false.")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    if type(value) in (int, float) and abs(value) < _F32:
+        return float(value)
+    raise ValueError(f'{name}={value!r}: must be a number of 32 bits, or "inf", "-inf" or "nan".')
+
+
+def _optional(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else read(name, value)
+
+
+def _many(read: Callable[[str, Any], Any], length: int | None = None) -> Callable[[str, Any], Any]:
+    def each(name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or length not in (None, len(value)):
+            raise ValueError(
+                f"{name}={value!r}: must be a list{f' of {length}' if length else ''}."
+            )
+        return tuple(read(f"{name}[{i}]", item) for i, item in enumerate(value))
+
+    return each
+
+
+def _object(read: Callable[[str, Any], Any]) -> Callable[[str, Any], dict[str, Any]]:
+    def each(name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value!r}: must be an object.")
+        return {key: read(f"{name}.{key}", item) for key, item in value.items()}
+
+    return each
+
+
+def _check_names(where: str, given: Mapping[str, Any], known: Any) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{where}.{name} is not known to oxidize_jax {__version__}{_near(name, known)}: "
+                "read the trace with the version that wrote it, or mend the name."
+            )
+
+
+def _near(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
