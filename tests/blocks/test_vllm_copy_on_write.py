@@ -528,17 +528,6 @@ class Forks(Driver):
         self._set_scheduler(scheduler)
         return children
 
-    def _check_plan(self):
-        # A token that is run again for its logits is not written: its block may be shared.
-        whole = self.host
-        computed = np.append(whole.requests.num_computed, 0)[whole.rows.request]
-        count = whole.plan.num_scheduled
-        count = np.where(computed + count > whole.rows.kv_len, count, 0)
-        plan = dataclasses.replace(whole.plan, num_scheduled=count)
-        self.host = dataclasses.replace(whole, plan=plan)
-        super()._check_plan()
-        self.host = whole
-
     def tables(self, *slots):
         rows, row = self.host.rows, self.host.requests.row
         return [rows.block_table[row[s], : rows.num_blocks[row[s]]].tolist() for s in slots]
