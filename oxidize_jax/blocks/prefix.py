@@ -162,6 +162,7 @@ def register(
     parent = jnp.where(leads, parent, _NOBODY)
     twin = find(pool, block_hash, tokens, parent)
     first = _first_equal(wanted & leads, block_hash, tokens, parent)
+    first = jnp.where(leads, first, lane)
     fresh = wanted & (twin >= pool.num_blocks) & (first == lane)
     done = wanted & (leads | fresh[head])
     fresh = fresh & done

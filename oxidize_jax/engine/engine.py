@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +21,8 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.recorder import NoRecorder
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state
-from oxidize_jax.scheduler import invariants
+from oxidize_jax.scheduler import invariants, stats
+from oxidize_jax.scheduler.fork import Fork
 from oxidize_jax.scheduler.state import (
     ABORTED,
     FINISHED,
@@ -28,6 +31,7 @@ from oxidize_jax.scheduler.state import (
     POOL_EXHAUSTED,
     STOPPED,
 )
+from oxidize_jax.scheduler.stats import StepStats
 from oxidize_jax.scheduler.submit import NewRequest, check_prompt, check_token_ids
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", ABORTED: "abort", POOL_EXHAUSTED: "length"}
@@ -85,6 +89,7 @@ class Engine:
       model: the static part of the model (see :class:`~oxidize_jax.engine.step.Model`).
       params: its arrays.
       check_invariants: check every state that the host sees; slow, to hunt a fault.
+      secret: word that enters every block hash; drawn at random unless given.
       recorder: is told every event, to write a trace that can be replayed.
     """
 
@@ -95,14 +100,16 @@ class Engine:
         params: Params,
         *,
         check_invariants: bool = False,
+        secret: int | None = None,
         recorder: NoRecorder | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.params = params
         self._check = check_invariants
+        self._secret = secrets.randbits(32) if secret is None else secret
         self._ids = itertools.count()
-        self._queue: list[tuple[int, int, EngineRequest]] = []
+        self._queue: list[tuple[int, int, EngineRequest, int | None]] = []
         self._unfinished: set[int] = set()
         self._reset()
         self._recorder = recorder or NoRecorder()
@@ -111,12 +118,15 @@ class Engine:
     def _reset(self) -> None:
         """A fresh device state. What had a slot is forgotten; the host queue stays."""
         r = self.config.max_num_requests
-        self._unfinished &= {request_id for _, request_id, _ in self._queue}
-        self.state: EngineState = init_state(self.config, self.model)
+        self._unfinished &= {request_id for _, request_id, _, _ in self._queue}
+        self.state: EngineState = init_state(self.config, self.model, self._secret)
         self._slots: list[int | None] = [None] * r
         self._requests: dict[int, tuple[int, EngineRequest]] = {}
         self._cursor = np.zeros((r,), np.int32)
         self._aborted_slots: list[int] = []
+        self.step_stats: tuple[StepStats, ...] = ()
+        """Statistics of the steps that the last :meth:`step` made, in order."""
+        self._steps = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -129,11 +139,81 @@ class Engine:
 
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id. Raises ValueError for what can never run."""
+        return self.add_group(request, [request.key])[0]
+
+    def add_group(self, request: EngineRequest, keys: Sequence[tuple[int, int]]) -> list[int]:
+        """Queue several continuations of one prompt, one for each threefry key; their ids.
+
+        The prompt is computed once: the others are forks of the first and share its blocks
+        until they write. Raises ValueError for what can never run.
+        """
         self.validate(request)
-        request_id = next(self._ids)
-        self._unfinished.add(request_id)
-        heapq.heappush(self._queue, (request.priority, request_id, request))
-        return request_id
+        parent: int | None = None
+        ids = []
+        for key in keys:
+            request_id = next(self._ids)
+            self._unfinished.add(request_id)
+            one = dataclasses.replace(request, key=key)
+            heapq.heappush(self._queue, (request.priority, request_id, one, parent))
+            ids.append(request_id)
+            parent = ids[0]
+        return ids
+
+    def fork(self, request_id: int, keys: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Let a running request go on several times, one for each key, from where it stands.
+
+        The children have its tokens so far, of which no update tells again, and share its
+        blocks. Returns their ids, or None where nothing was done: it is not on the device
+        (queued, finished, unknown), or there are fewer free request slots than keys.
+        """
+        self._abort_slots()
+        entry = self._requests.get(request_id)
+        free = [slot for slot, owner in enumerate(self._slots) if owner is None]
+        if entry is None or request_id not in self._unfinished or len(free) < len(keys):
+            return None
+        (slot, request), taken = entry, free[: len(keys)]
+        ids = [next(self._ids) for _ in keys]
+        event = self._fork_event(slot, taken, keys, ids)
+        scheduler, ok = programs.fork(self.config, self.state.scheduler, event)
+        self._update(scheduler)
+        if not ok:
+            return None
+        self._recorder.fork(event)
+        for child, key, child_slot in zip(ids, keys, taken, strict=True):
+            self._unfinished.add(child)
+            self._slots[child_slot] = child
+            self._requests[child] = (child_slot, dataclasses.replace(request, key=key))
+            self._cursor[child_slot] = self._cursor[slot]
+        return ids
+
+    def _fork_event(
+        self, parent: int, slots: list[int], keys: Sequence[tuple[int, int]], ids: list[int]
+    ) -> Fork:
+        """The event in the one shape that the program is compiled for."""
+        r = self.config.max_num_requests
+        children = np.full((r,), r, np.int32)
+        children[: len(slots)] = slots
+        words = np.zeros((r, 2), np.uint32)
+        words[: len(keys)] = np.asarray(keys, np.uint32).reshape(-1, 2)
+        arrivals = np.zeros((r,), np.int32)
+        arrivals[: len(ids)] = ids
+        fields: dict[str, Any] = {
+            "parent": np.int32(parent),
+            "children": children,
+            "keys": words,
+            "arrivals": arrivals,
+            "last_tokens": np.full((r,), NO_TOKEN, np.int32),
+            "last_logprobs": np.zeros((r,), np.float32),
+        }
+        return Fork(**fields)
+
+    def reset_prefix_cache(self) -> None:
+        """Let nothing computed so far be hit again: call it when ``params`` have changed.
+
+        Requests that run go on with the KV they have, and nobody else will share it.
+        """
+        self._recorder.reset_prefix_cache()
+        self._update(programs.reset_prefix_cache(self.state.scheduler))
 
     def abort(self, request_id: int) -> bool:
         """Drop a request, queued or running. False if it is unknown or has finished.
@@ -218,16 +298,21 @@ class Engine:
                 return
             if owner is not None:
                 continue
-            _, request_id, request = heapq.heappop(self._queue)
-            new = self._new_request(request_id, request)
+            _, request_id, request, parent = heapq.heappop(self._queue)
+            new = self._new_request(request_id, request, parent)
             self._slots[slot] = request_id
             self._requests[request_id] = (slot, request)
             self._cursor[slot] = len(request.prompt_token_ids)
             self._recorder.submit(slot, new)
             self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
 
-    def _new_request(self, request_id: int, request: EngineRequest) -> NewRequest:
+    def _new_request(
+        self, request_id: int, request: EngineRequest, parent: int | None
+    ) -> NewRequest:
         config, prompt = self.config, request.prompt_token_ids
+        # A parent that has gone, or has lost its slot, has no blocks to share any more.
+        entry = None if parent is None else self._requests.get(parent)
+        fork_of = config.max_num_requests if entry is None else entry[0]
         tokens = np.zeros((config.max_model_len,), np.int32)
         tokens[: len(prompt)] = prompt
         stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
@@ -247,7 +332,7 @@ class Engine:
             "key": np.asarray(request.key, np.uint32),
             "salt": np.int32(request.salt),
             "use_cache": np.bool_(request.use_cache),
-            "fork_of": np.int32(self.config.max_num_requests),
+            "fork_of": np.int32(fork_of),
             "want_logprobs": np.bool_(bool(request.num_logprobs)),
         }
         return NewRequest(**arrays)
@@ -261,7 +346,11 @@ class Engine:
         drained = programs.drain(
             self.config, self.state.scheduler, self._cursor.copy(), STEPS_PER_DISPATCH
         )
-        return jax.device_get(drained)
+        drained = jax.device_get(drained)
+        steps = int(drained.steps)
+        self.step_stats = stats.read(drained.history, self._steps, steps)
+        self._steps = steps
+        return drained
 
     def _collect(self, drained: programs.Drained) -> list[RequestUpdate]:
         """Updates of the requests that moved; frees the slots of those that are done."""

@@ -43,6 +43,10 @@ class Drained:
     """i32[R, W, A]"""
     top_logprobs: jax.Array
     """f32[R, W, A]"""
+    steps: jax.Array
+    """i32[]: made since the state is."""
+    history: jax.Array
+    """i32[HISTORY, F]: see :mod:`~oxidize_jax.scheduler.stats`."""
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -102,6 +106,8 @@ def drain(config: EngineConfig, state: SchedulerState, cursor: jax.Array, width:
         logprobs=window(requests.logprobs),
         top_ids=window(requests.top_ids),
         top_logprobs=window(requests.top_logprobs),
+        steps=state.totals.steps,
+        history=state.history,
     )
 
 

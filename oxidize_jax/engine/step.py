@@ -51,10 +51,10 @@ class EngineState:
     kv: Any
 
 
-def init_state(config: EngineConfig, model: Model) -> EngineState:
-    """An idle engine."""
+def init_state(config: EngineConfig, model: Model, secret: int = 0) -> EngineState:
+    """An idle engine. ``secret``: the pool's, see :func:`~oxidize_jax.blocks.pool.create`."""
     return EngineState(
-        scheduler=init_scheduler(config),
+        scheduler=init_scheduler(config, secret),
         kv=model.init_kv(config.num_blocks, config.block_size),
     )
 

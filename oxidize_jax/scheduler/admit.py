@@ -30,6 +30,8 @@ class Admission:
     scheduler: SchedulerState
     sequences: jax.Array
     """i32[R, N], unchanged; carried so that XLA does not copy it."""
+    running: jax.Array
+    """i32[S]: tokens of the rows that ran before."""
     granted: jax.Array
     """i32[S]: first chunk of each row admitted in this step."""
     tokens: jax.Array
@@ -47,6 +49,7 @@ def admit(
     tokens: jax.Array,
     tiles: jax.Array,
     allowed: jax.Array,
+    running: jax.Array,
 ) -> tuple[SchedulerState, jax.Array, jax.Array]:
     """Admit while there is a row, budget and room in the pool.
 
@@ -54,6 +57,7 @@ def admit(
       sequences: i32[R, N], the tokens of the requests, which ``state`` need not hold.
       tokens, tiles: i32[], what the step has left for new rows.
       allowed: bool[], false in a step that preempted.
+      running: i32[S], tokens granted to the rows that run already.
 
     Returns:
       ``(state, sequences, granted i32[S])``: the tokens of each new row in this step, and
@@ -73,6 +77,7 @@ def admit(
     start = Admission(
         scheduler=state,
         sequences=sequences,
+        running=running,
         granted=jnp.zeros((config.max_num_seqs,), jnp.int32),
         tokens=tokens,
         tiles=tiles,
@@ -94,6 +99,8 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     hopeless = needed > config.num_blocks
     state = finish(state, jnp.where(hopeless, request, config.max_num_requests), POOL_EXHAUSTED)
     fits = ~hopeless & _has_room(config, state, request, lacking, found.blocks)
+    if config.enable_prefix_caching:
+        fits = fits & ~_is_under_way(config, carry, request, found)
     # One token at least is computed, for its logits, even where the KV of all is there.
     cached = jnp.minimum(found.num_blocks * config.block_size, total - 1)
     chunk = jnp.minimum(total - cached, carry.tokens)
@@ -106,10 +113,41 @@ def _admit_one(config: EngineConfig, carry: Admission) -> Admission:
     return Admission(
         scheduler=_enter(config, state, request, row, found, cached, chunk),
         sequences=lax.optimization_barrier(carry.sequences),
+        running=carry.running,
         granted=carry.granted.at[row].set(chunk, mode="drop"),
         tokens=carry.tokens - chunk,
         tiles=carry.tiles - tiles_for(chunk, config.prefill_tile),
         open=fits | hopeless,
+    )
+
+
+def _is_under_way(
+    config: EngineConfig, carry: Admission, request: jax.Array, found: prefix.Prefix
+) -> jax.Array:
+    """bool[]: in this very step a row computes the block that ``request`` would begin with.
+
+    Waiting one step for it is cheaper than computing and holding it twice. The wait ends
+    with the step: then the block is known, or it never will be.
+    """
+    rows, requests, k = carry.scheduler.rows, carry.scheduler.requests, config.block_size
+    column = found.num_blocks
+    end = (column + 1) * k
+    planned = at_index(requests.num_computed, rows.request, 0) + carry.running + carry.granted
+    computes = (rows.kv_len < end) & (planned >= end)
+    row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
+    before = jnp.where(column > 0, column - 1, config.blocks_per_seq)
+    hit = at_index(found.blocks, before, config.num_blocks)
+    same_prefix = rows.block_table.at[row, before].get(mode="fill", fill_value=-1) == hit
+    same_salt = at_index(requests.salt, rows.request, -1) == requests.salt[request]
+    place = column * k + jnp.arange(k, dtype=jnp.int32)
+    mine = carry.sequences.at[request, place].get(mode="fill", fill_value=-1)
+    theirs = carry.sequences.at[rows.request[:, None], place].get(mode="fill", fill_value=-2)
+    caches = at_index(requests.use_cache, rows.request, False) & requests.use_cache[request]
+    return (requests.num_tokens[request] >= end) & jnp.any(
+        computes
+        & caches
+        & jnp.where(column > 0, same_prefix, same_salt)
+        & jnp.all(theirs == mine, axis=1)
     )
 
 

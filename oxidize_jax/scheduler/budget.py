@@ -19,6 +19,10 @@ class Grants:
     """Rows that lack their newest token only, and have computed their prompt."""
     prefill: jax.Array
     """The others: prompts to their last token, and recomputation after a preemption."""
+    due: jax.Array
+    """bool[S]: rows that wait for a decode."""
+    decodes_first: jax.Array
+    """bool[]: decodes take the budget before prompts in this step."""
 
     @property
     def tokens(self) -> jax.Array:
@@ -36,23 +40,34 @@ def grant_running(config: EngineConfig, state: SchedulerState, order: jax.Array)
     left = remaining_tokens(state)
     # The last token of a prompt is prompt work: it must not wait for those that came later.
     decodes = (left == 1) & _has_computed_prompt(state)
-    decode = jnp.where(decodes, 1, 0)
-    prefill = jnp.where(decodes, 0, left)
+    due = jnp.where(decodes, 1, 0)
+    left = jnp.where(decodes, 0, left)
     budget = jnp.full((), config.max_num_batched_tokens, jnp.int32)
+    first = decodes_first(config, state)
+    decode = take(due, order, jnp.where(first, budget, 0))
+    budget = budget - jnp.sum(decode, dtype=jnp.int32)
+    prefill = take_chunks(config, left, order, budget)
+    if config.policy == "prefill_first":
+        budget = budget - jnp.sum(prefill, dtype=jnp.int32)
+        decode = decode + take(due - decode, order, budget)
+    return Grants(decode=decode, prefill=prefill, due=decodes, decodes_first=first)
+
+
+def decodes_first(config: EngineConfig, state: SchedulerState) -> jax.Array:
+    """bool[]: by policy, or since prompts left nothing for a decode in the step before.
+
+    So under ``prefill_first`` too the oldest decode waits one step at most, however many
+    prompts come.
+    """
     if config.policy == "decode_first":
-        decode = take(decode, order, budget)
-        prefill = take_chunks(config, prefill, order, budget - jnp.sum(decode, dtype=jnp.int32))
-    else:
-        prefill = take_chunks(config, prefill, order, budget)
-        decode = take(decode, order, budget - jnp.sum(prefill, dtype=jnp.int32))
-    return Grants(decode=decode, prefill=prefill)
+        return jnp.ones((), jnp.bool_)
+    return state.plan.decode_turn
 
 
 def left_for_admission(config: EngineConfig, grants: Grants) -> tuple[jax.Array, jax.Array]:
     """``(tokens i32[], tiles i32[])`` that new rows may take."""
-    used = jnp.sum(grants.prefill, dtype=jnp.int32)
-    if config.policy == "decode_first":
-        used = used + jnp.sum(grants.decode, dtype=jnp.int32)
+    decode = jnp.sum(grants.decode, dtype=jnp.int32)
+    used = jnp.sum(grants.prefill, dtype=jnp.int32) + jnp.where(grants.decodes_first, decode, 0)
     tiles = jnp.sum(tiles_for(grants.prefill, config.prefill_tile), dtype=jnp.int32)
     return config.max_num_batched_tokens - used, config.max_prefill_tiles - tiles
 

@@ -21,7 +21,6 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.queue import (
     first_in_line,
     is_preempted,
-    is_waiting_fork,
     uncommitted,
 )
 from oxidize_jax.scheduler.state import (
@@ -125,7 +124,8 @@ def place_forks(config: EngineConfig, state: SchedulerState) -> SchedulerState:
         child = jnp.where(can, first_in_line(state, ready), config.max_num_requests)
         return can, _place(config, state, child)
 
-    some = jnp.any(is_waiting_fork(state))
+    requests = state.requests
+    some = jnp.any((requests.status == WAITING) & (requests.fork_of < config.max_num_requests))
     return lax.while_loop(lambda carry: carry[0], place_next, (some, state))[1]
 
 

@@ -49,11 +49,12 @@ def make_room(
         )
 
     none = jnp.zeros((config.max_num_seqs,), jnp.int32)
+    no = jnp.zeros((), jnp.bool_)
     start = _Room(
         scheduler=state,
-        grants=Grants(decode=none, prefill=none),
+        grants=Grants(decode=none, prefill=none, due=none > 0, decodes_first=no),
         lacks=jnp.ones((), jnp.bool_),
-        preempted=jnp.zeros((), jnp.bool_),
+        preempted=no,
     )
     end = lax.while_loop(lambda carry: carry.lacks, evaluate, start)
     return end.scheduler, end.grants, end.preempted

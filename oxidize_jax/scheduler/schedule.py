@@ -13,11 +13,14 @@ from oxidize_jax.scheduler.grow import grow, make_room
 from oxidize_jax.scheduler.reset import renew_serials
 from oxidize_jax.scheduler.rows import order_rows, retire
 from oxidize_jax.scheduler.state import SchedulerState, with_sequences, without_sequences
+from oxidize_jax.scheduler.stats import record
 from oxidize_jax.types import replace
 
 
 def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
-    """Plan the next step.
+    """Plan the next step; the one planned before must have been committed.
+
+    A plan's copies are part of the tables already, so a plan that is dropped loses them.
 
     A plan that schedules nothing means that nothing is left to do: every request that
     was submitted has finished.
@@ -34,8 +37,11 @@ def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     # would stand still with requests waiting.
     idle = jnp.all(state.rows.request >= config.max_num_requests)
     allowed = ~preempted | idle
-    state, sequences, admitted = admit(config, state, whole.requests.tokens, tokens, tiles, allowed)
-    state = with_sequences(plan(config, order_rows(state), grants, admitted), whole)
+    state, sequences, admitted = admit(
+        config, state, whole.requests.tokens, tokens, tiles, allowed, grants.tokens
+    )
+    state = plan(config, order_rows(state), grants, admitted)
+    state = with_sequences(record(config, state, whole.totals), whole)
     return replace(state, requests=replace(state.requests, tokens=sequences))
 
 
@@ -45,11 +51,11 @@ def plan(
     """Fix the tokens of each row, ``admitted i32[S]`` being those of the new rows.
 
     Under ``prefill_first`` decodes get what the prompts left of the budget; a decode
-    that gets nothing keeps its block for the next step.
+    that gets nothing keeps its block for the next step, in which decodes go first.
     """
     prefill = grants.prefill + admitted
-    decode = grants.decode
-    if config.policy == "prefill_first":
-        left = config.max_num_batched_tokens - jnp.sum(prefill, dtype=jnp.int32)
-        decode = take(decode, state.plan.order, left)
-    return replace(state, plan=replace(state.plan, num_scheduled=prefill + decode))
+    left = config.max_num_batched_tokens - jnp.sum(prefill, dtype=jnp.int32)
+    decode = take(grants.decode, state.plan.order, left)
+    skipped = jnp.any(grants.due & (decode == 0)) & ~grants.decodes_first
+    new_plan = replace(state.plan, num_scheduled=prefill + decode, decode_turn=skipped)
+    return replace(state, plan=new_plan)

@@ -23,6 +23,11 @@ UNUSED, WAITING, RUNNING, FINISHED = range(4)
 NOT_FINISHED, STOPPED, LENGTH, ABORTED, POOL_EXHAUSTED = range(5)
 """Why a request finished: stop id, token limit, abort, or a pool too small for it alone."""
 
+HISTORY = 32
+"""Steps whose statistics are kept."""
+NUM_STATS = 14
+"""F: figures of a step."""
+
 NO_TOKEN = 2**31 - 1
 """Padding of ``stop_ids``: no vocabulary has it, and scatters drop it."""
 
@@ -116,6 +121,8 @@ class Plan:
     """i32[S], padding B"""
     num_copies: jax.Array
     """i32[]"""
+    decode_turn: jax.Array
+    """bool[]: prompts left nothing for a decode, which goes first in the step after."""
     order: jax.Array
     """i32[S]: rows by priority, then arrival; idle rows last."""
     ordered: jax.Array
@@ -146,6 +153,9 @@ class SchedulerState:
     rows: Rows
     plan: Plan
     totals: Totals
+    history: jax.Array
+    """i32[HISTORY, F]: statistics of the last steps, step ``i`` at ``i % HISTORY``; see
+    :mod:`~oxidize_jax.scheduler.stats`."""
 
 
 _LONG = ("tokens", "logprobs", "top_ids", "top_logprobs", "stop_ids")
@@ -217,6 +227,7 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
         copy_src=ints(s, value=config.num_blocks),
         copy_dst=ints(s, value=config.num_blocks),
         num_copies=ints(),
+        decode_turn=jnp.zeros((), jnp.bool_),
         order=jnp.arange(s, dtype=jnp.int32),
         ordered=ints(s, value=r),
     )
@@ -234,4 +245,5 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
             preemptions=ints(),
             copies=ints(),
         ),
+        history=ints(HISTORY, NUM_STATS),
     )

@@ -642,7 +642,9 @@ def test_a_parent_that_ends_with_its_first_token_still_shares_its_prompt():
     driver.step()
     assert driver.status(parent) == FINISHED
     assert len({tuple(table[:2]) for table in driver.tables(*children)}) == 1
+    assert driver.host.totals.forked_tokens == 27
     driver.run()
+    assert driver.host.totals.copies == 2
     assert [driver.tokens(slot) for slot in children] == [solo(prompt, 5)] * 3
     driver.assert_clean()
 

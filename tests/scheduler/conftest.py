@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import new_request, quick_jit
@@ -51,7 +52,8 @@ def grow(config, state):
 
 
 def admit(config, state, *args):
-    state, _, granted = admission.admit(config, state, state.requests.tokens, *args)
+    running = jnp.zeros((config.max_num_seqs,), jnp.int32)
+    state, _, granted = admission.admit(config, state, state.requests.tokens, *args, running)
     return state, granted
 
 

@@ -82,25 +82,39 @@ def test_kv04_a_prompt_that_is_cached_in_full_recomputes_its_last_token():
     assert driver.host.totals.copies == 0  # the last block was shared, read, and not written
 
 
-def test_kv06_equal_prompts_in_one_step():
+def test_kv06_equal_prompts_in_one_step_are_computed_once():
     (prompt,) = prompts(6, 8)
     driver = Driver(WIDE, seed=6)
     first, second = driver.submit(prompt, 2), driver.submit(prompt, 7)
     driver.step()
-    assert driver.host.plan.num_scheduled.tolist() == [8, 8, 0, 0]
-    for _ in range(3):
-        driver.step()
-    # The first is gone, its registered blocks are cached; the second goes on with its own.
-    assert (driver.status(first), driver.status(second)) == (FINISHED, RUNNING)
-    assert driver.host.pool.num_cached == 2
-    assert driver.tokens(first) == solo(prompt, 2)
-    for other in prompts(7, 35, 35, 35, 35, 35):
-        driver.submit(other, 1)  # takes all other blocks
+    assert driver.host.plan.num_scheduled.tolist() == [8, 0, 0, 0]
+    driver.step()
+    assert driver.host.plan.num_scheduled.tolist() == [1, 1, 0, 0]
+    assert driver.num_cached(second) == 7
     driver.run()
+    assert driver.tokens(first) == solo(prompt, 2)
     assert driver.tokens(second) == solo(prompt, 7)
     driver.assert_clean()
-    assert driver.num_cached(run_alone(driver, prompt, 5)) == 0
-    assert driver.num_cached(run_alone(driver, prompt, 5)) == 7
+
+
+def test_kv06_equal_blocks_that_are_filled_in_one_step():
+    (prompt,) = prompts(6, 3)
+    driver = Driver(WIDE, seed=6)
+    first, second = driver.submit(prompt, 3), driver.submit(prompt, 12)
+    for _ in range(4):
+        driver.step()
+    # Each has filled a block of its own with the same tokens, and one is registered.
+    assert (driver.status(first), driver.status(second)) == (FINISHED, RUNNING)
+    assert driver.host.pool.hashed.sum() == 1
+    assert driver.tokens(first) == solo(prompt, 3)
+    for other in prompts(7, 35, 35, 35, 35):
+        driver.submit(other, 1)  # takes all other blocks
+    driver.run()
+    assert driver.tokens(second) == solo(prompt, 12)
+    driver.assert_clean()
+    again = solo(prompt, 12)[:8]
+    run_alone(driver, again, 5)
+    assert driver.num_cached(run_alone(driver, again, 5)) == 7
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -53,10 +53,21 @@ def test_a_decode_that_waits_for_prompts_keeps_its_new_block(hand):
     assert hand.scheduled == [0, 8, 0]
     assert hand.tables == [[0, 1], [2, 3], []]
     hand.step()
-    assert hand.scheduled == [0, 8, 0]
+    assert hand.scheduled == [1, 7, 0]  # it goes first after a step without it
+    assert hand.tables[0] == [0, 1]
     hand.step()
     assert hand.scheduled == [1, 1, 0]
-    assert hand.tables[0] == [0, 1]
+
+
+def test_a_decode_never_waits_twice_for_prompts_that_keep_coming(hand):
+    hand.submit([1] * 4, max_tokens=9)
+    hand("schedule")
+    seen = []
+    for slot in range(1, 6):
+        hand.submit([slot + 1] * 8, max_tokens=1)
+        hand.step()
+        seen.append(hand.scheduled[0])
+    assert seen == [0, 1, 0, 1, 0]
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted(make_hand):

@@ -284,15 +284,16 @@ def test_a_prompt_hits_what_another_has_computed_so_far(hand):
     hand("schedule")
     assert hand.of("status")[second] == WAITING  # the budget is spent
     hand.step()
-    # Two blocks of the other are written, the third is being computed by both.
-    assert hand.scheduled == [4, 4, 0]
-    assert hand.tables == [[0, 1, 2], [0, 1, 3], []]
-    assert hand.of("num_cached")[second] == 8
+    # Two blocks of the other are written, the third is being computed: it waits for that.
+    assert hand.scheduled == [4, 0, 0]
+    hand.step()
+    assert hand.scheduled == [1, 1, 0]
+    assert [table[:3] for table in hand.tables] == [[0, 1, 2], [0, 1, 2], []]
+    assert hand.of("num_cached")[second] == 12
     hand.step()
     third = hand.submit([*COMMON, 6])
     hand("schedule")
     assert hand.in_rows == [first, second, third]
-    # Of the two equal third blocks one is registered.
     assert hand.tables[2][:3] == [0, 1, 2]
     assert hand.of("num_cached")[third] == 12
     assert hand.state.pool.hashed.tolist() == [True] * 3 + [False] * 5

@@ -167,9 +167,9 @@ def test_what_the_budget_leaves_waits(hand):
 @pytest.mark.parametrize(
     ("config", "length", "chunks"),
     [
-        # The third prompt is in its last token when the decodes get their turn.
-        (POOL_8, 7, [[5, 0, 0], [2, 3, 0], [0, 4, 1], [0, 0, 5], [1, 1, 1]]),
-        (UNCACHED, 4, [[3, 0, 0], [1, 2, 0], [0, 2, 1], [0, 0, 3], [1, 1, 1]]),
+        # A decode that got nothing goes first in the step after.
+        (POOL_8, 7, [[5, 0, 0], [2, 3, 0], [0, 4, 1], [1, 1, 3], [1, 1, 3]]),
+        (UNCACHED, 4, [[3, 0, 0], [1, 2, 0], [0, 2, 1], [1, 1, 1], [1, 0, 2]]),
     ],
     ids=["cached", "uncached"],
 )
@@ -197,8 +197,8 @@ def test_the_rest_of_the_budget_goes_to_the_next_prompt(hand):
 
 
 def test_short_prompts_do_not_overtake_long_ones(hand):
-    for length in (6, 6, 1, 1):
-        hand.submit([length] * length)
+    for word, length in enumerate((6, 6, 1, 1)):
+        hand.submit([word] * length)
     hand("schedule")
     assert (hand.in_rows, hand.scheduled) == ([0, 1, None], [6, 2, 0])
     hand.step()

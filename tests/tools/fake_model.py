@@ -280,7 +280,8 @@ class Driver:
         self._set_scheduler(jitted_abort(self.state.scheduler, np.int32(slot)))
 
     def preempt(self, row: int) -> None:
-        """Preempt the request in ``row`` now, and plan again."""
+        """Preempt the request in ``row`` now, and plan again. No copy may be planned."""
+        assert self.host.plan.num_copies == 0, "a plan with copies cannot be dropped"
         self._set_scheduler(jitted_preempt(self.state.scheduler, np.int32(row), np.bool_(False)))
         self._set_scheduler(jitted_schedule(self.config)(self.state.scheduler))
 
