@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from io import FileIO
@@ -94,6 +95,8 @@ class Recorder(NoRecorder):
                 f"trace={str(path)!r}: {error.strerror or error}; give a file in a folder that "
                 "exists and can be written to."
             ) from None
+        # An engine that is forgotten leaves no open file, and no warning of one.
+        weakref.finalize(self, self._file.close)
 
     def close(self) -> None:
         """End the recording; events that follow are not kept."""

@@ -8,8 +8,9 @@ without its weights, one step at a time, with the invariants checked after each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,14 @@ from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.commit import commit
 from oxidize_jax.scheduler.schedule import schedule
-from oxidize_jax.scheduler.state import FINISHED, UNUSED, SchedulerState, init_scheduler
+from oxidize_jax.scheduler.state import (
+    FINISHED,
+    RUNNING,
+    UNUSED,
+    WAITING,
+    SchedulerState,
+    init_scheduler,
+)
 
 MODEL_LEAVES = ("requests.logprobs", "requests.top_ids", "requests.top_logprobs")
 """Arrays that only the model can fill. Another backend rounds them otherwise."""
@@ -113,7 +121,9 @@ def replay(
         if isinstance(event, Run):
             before = seen(state.scheduler)
             limit = np.int32(event.max_steps)
-            state = programs.run(config, model, params, state, limit)
+            with _noted(f"in {describe(event, index)}"):
+                state = programs.run(config, model, params, state, limit)
+                jax.block_until_ready(state.scheduler.totals.steps)
             what = count.run(index, event, before, state.scheduler, floats)
             if what is not None:
                 return count.result(state, what)
@@ -137,7 +147,7 @@ def replay_scheduler(
     Args:
       check: check the invariants after every event and every step.
 
-    Raises TraceError, and InvariantError with a note that says where.
+    Raises TraceError, InvariantError, and what a step raises, each with a note that says where.
     """
     config, script = trace.config, _Script(trace)
     state = init_scheduler(config, trace.secret)
@@ -153,9 +163,10 @@ def replay_scheduler(
         elif isinstance(event, Restart):
             state = init_scheduler(config, event.secret)
         else:
-            state = _apply(config, state, event, index)
-        if check and not isinstance(event, Run):
-            _check(state, f"after {describe(event, index)}")
+            with _noted(f"in {describe(event, index)}"):
+                state = _apply(config, state, event, index)
+                if check:
+                    invariants.check(state)
         count.event(event, progress)
     return count.result(state)
 
@@ -188,22 +199,31 @@ def first_difference(ours: SchedulerState, theirs: SchedulerState) -> str | None
 def _apply(config: EngineConfig, state: SchedulerState, event: Event, index: int) -> SchedulerState:
     """One event from outside. ``state`` is donated."""
     if isinstance(event, Submit):
-        slot = event.slot
-        status = int(np.asarray(state.requests.status)[slot])
-        row = int(np.asarray(state.requests.row)[slot])
-        if status != UNUSED and not (status == FINISHED and row >= config.max_num_seqs):
-            raise TraceError(f"{describe(event, index)}: the slot is still in use.")
-        return programs.submit(config, state, np.int32(slot), new_request(config, event))
+        _check_submit(config, state, event, index)
+        return programs.submit(config, state, np.int32(event.slot), new_request(config, event))
     if isinstance(event, Abort):
         return programs.abort(state, np.int32(event.slot))
     if isinstance(event, Fork):
-        state, ok = programs.fork(config, state, new_fork(event))
+        state, ok = programs.fork(config, state, new_fork(config, event))
         if not ok:
             raise TraceError(
                 f"{describe(event, index)}: the parent is not alive, or a child's slot in use."
             )
         return state
     return programs.reset_prefix_cache(state)
+
+
+def _check_submit(config: EngineConfig, state: SchedulerState, event: Submit, index: int) -> None:
+    """Refuse what would make a fault where there is none."""
+    requests = state.requests
+    status, row = np.asarray(requests.status), np.asarray(requests.row)
+    slot, parent = event.slot, event.fork_of
+    if status[slot] not in (UNUSED, FINISHED) or row[slot] < config.max_num_seqs:
+        raise TraceError(f"{describe(event, index)}: the slot is still in use.")
+    if parent is not None and status[parent] in (WAITING, RUNNING):
+        tokens = np.asarray(requests.tokens)[parent, : len(event.prompt)]
+        if tuple(tokens.tolist()) != event.prompt:
+            raise TraceError(f"{describe(event, index)}: a fork of slot {parent}, another prompt.")
 
 
 class _Count:
@@ -316,11 +336,12 @@ def _run(
     planned = bool((np.asarray(state.plan.num_scheduled) > 0).any())
     while turn == 0 or (planned and steps < limit):
         steps += planned  # a turn that finds nothing planned only plans
-        state = _jitted_step(config, state, tokens)
+        with _noted(f"in step {steps} of {describe(event, index)}"):
+            state = _jitted_step(config, state, tokens)
+            planned = bool((np.asarray(state.plan.num_scheduled) > 0).any())
+            if check:
+                invariants.check(state)
         turn += 1
-        planned = bool((np.asarray(state.plan.num_scheduled) > 0).any())
-        if check:
-            _check(state, f"after step {steps} of {describe(event, index)}")
     return state
 
 
@@ -343,9 +364,11 @@ def scripted_step(config: EngineConfig, state: SchedulerState, script: jax.Array
 _jitted_step = jax.jit(scripted_step, static_argnums=0, donate_argnums=1)
 
 
-def _check(state: SchedulerState, where: str) -> None:
+@contextlib.contextmanager
+def _noted(where: str) -> Iterator[None]:
+    """Let what is raised say where."""
     try:
-        invariants.check(state)
-    except invariants.InvariantError as error:
+        yield
+    except Exception as error:
         error.add_note(where)
         raise

@@ -187,7 +187,8 @@ def _plainer(event: Submit) -> Iterator[Submit]:
         output = event.output[:count]
         yield dataclasses.replace(event, max_new_tokens=count, output=output)
     for count in _smaller(len(event.prompt)):
-        yield dataclasses.replace(event, prompt=event.prompt[:count])
+        for prompt in (event.prompt[:count], event.prompt[-count:]):
+            yield dataclasses.replace(event, prompt=prompt)
 
 
 def _smaller(value: int) -> list[int]:

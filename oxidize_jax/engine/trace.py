@@ -216,15 +216,21 @@ def fork_event(config: EngineConfig, new: forks.Fork) -> Fork:
     )
 
 
-def new_fork(event: Fork) -> forks.Fork:
-    """The arrays of a fork."""
-    last = [NO_TOKEN if token is None else token for token in event.last_tokens]
-    arrays: dict[str, Any] = {
-        "parent": np.int32(event.parent),
-        "children": np.asarray(event.children, np.int32),
-        "keys": np.asarray(event.keys, np.uint32).reshape(-1, 2),
-        "arrivals": np.asarray(event.arrivals, np.int32),
-        "last_tokens": np.asarray(last, np.int32),
-        "last_logprobs": np.asarray(event.last_logprobs, np.float32),
-    }
-    return forks.Fork(**arrays)
+def new_fork(config: EngineConfig, event: Fork) -> forks.Fork:
+    """The arrays of a fork, padded to C = R as the engine does: one shape to compile for."""
+    r, count = config.max_num_requests, len(event.children)
+
+    def padded(values: Any, fill: Any, dtype: Any) -> Any:
+        array = np.full((r, *np.shape(fill)), fill, dtype)
+        array[:count] = values
+        return array
+
+    last = tuple(NO_TOKEN if token is None else token for token in event.last_tokens)
+    return forks.Fork(
+        parent=np.int32(event.parent),  # type: ignore[arg-type]
+        children=padded(event.children, r, np.int32),
+        keys=padded(event.keys, (0, 0), np.uint32),
+        arrivals=padded(event.arrivals, 0, np.int32),
+        last_tokens=padded(last, NO_TOKEN, np.int32),
+        last_logprobs=padded(event.last_logprobs, 0.0, np.float32),
+    )
