@@ -174,12 +174,16 @@ def _bar(trace: Trace) -> Iterator[Progress]:
 
 def _report(result: Replay) -> int:
     """Print what a replay came to, and return the exit status."""
+    from oxidize_jax.engine.replay import MODEL_LEAVES
+
     print(
         f"replayed  {result.num_events} events, {result.num_runs} runs, {result.num_steps} steps, "
         f"{result.num_tokens} tokens"
     )
     if result.difference is not None:
         print(f"differs   {result.difference.what}")
+        if result.difference.leaves and set(result.difference.leaves) <= set(MODEL_LEAVES):
+            print("          in logprobs alone: another processor or dtype rounds them otherwise")
         return _DIFFERS
     compared, runs = result.num_compared, result.num_runs
     if compared == 0:

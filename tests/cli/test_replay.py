@@ -76,6 +76,7 @@ def test_and_with_it_to_the_last_bit_of_the_logprobs(run, recorded, tiny, tmp_pa
     assert status == 1
     assert "requests.logprobs" in rows(out)["differs"]
     assert f"event {last} (run" in rows(out)["differs"]
+    assert "in logprobs alone" in out
     assert run("replay", changed)[0] == 0  # only the model knows logprobs
 
 

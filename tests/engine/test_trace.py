@@ -537,6 +537,8 @@ def test_a_bad_file_is_one_line_that_names_line_and_field(tmp_path, text, words)
 def test_a_recorder_refuses_what_it_cannot_do(tmp_path):
     with pytest.raises(ValueError, match=r"trace=.*no/run.jsonl.*give a file"):
         Recorder(tmp_path / "no" / "run.jsonl")
+    with pytest.raises(ValueError, match="digest_every=-1"):
+        Recorder(tmp_path / "run.jsonl", digest_every=-1)
     recorder = Recorder(tmp_path / "run.jsonl")
     with pytest.raises(ValueError, match="start it first"):
         recorder.abort(0)
@@ -561,14 +563,18 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path):
     assert read_trace(tmp_path / "run.jsonl").events == ()
 
 
-def test_without_digests_the_tokens_are_compared(tmp_path):
-    with Recorder(tmp_path / "run.jsonl", digests=False) as recorder:
-        Load(1, recorder).run(4)
+@pytest.mark.parametrize("every", [0, 3])
+def test_digests_can_be_few_and_the_tokens_are_compared_all_the_same(tmp_path, every):
+    with Recorder(tmp_path / "run.jsonl", digest_every=every) as recorder:
+        Load(1, recorder).run(8)
     trace = read_trace(tmp_path / "run.jsonl")
-    assert all(e.outcome.digests is None for e in trace.events if isinstance(e, Run))
+    taken = [e.outcome.digests is not None for e in trace.events if isinstance(e, Run)]
+    assert taken == [every > 0 and n % every == 0 for n in range(1, len(taken) + 1)]
+    assert any(taken) == (every > 0)
+    assert loads(dumps(trace)) == trace
     again = replay(trace, MODEL, None)
     assert again.difference is None
-    assert again.num_compared > 0
+    assert again.num_compared == len(taken)
 
 
 def test_a_digest_sees_every_bit_and_its_place():
