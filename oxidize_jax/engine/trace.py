@@ -172,8 +172,14 @@ def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:
         stop_ids=tuple(stops[stops != NO_TOKEN].tolist()),
         key=tuple(np.asarray(new.key).tolist()),
         fork_of=fork_of if fork_of < config.max_num_requests else None,
-        **{name: np.asarray(getattr(new, name)).item() for name in _SCALARS},
+        **{name: _plain(getattr(new, name)) for name in _SCALARS},
     )
+
+
+def _plain(value: Any) -> Any:
+    """A scalar as Python has it; a float of 32 bits in its shortest form, 0.9 and not 0.8999..."""
+    array = np.asarray(value)
+    return float(str(array)) if array.dtype == np.float32 else array.item()
 
 
 def new_request(config: EngineConfig, event: Submit) -> NewRequest:
@@ -212,7 +218,7 @@ def fork_event(config: EngineConfig, new: forks.Fork) -> Fork:
         keys=tuple(map(tuple, of(new.keys))),
         arrivals=tuple(of(new.arrivals)),
         last_tokens=tuple(None if token == NO_TOKEN else token for token in of(new.last_tokens)),
-        last_logprobs=tuple(of(new.last_logprobs)),
+        last_logprobs=tuple(_plain(value) for value in np.asarray(new.last_logprobs)[used]),
     )
 
 

@@ -15,6 +15,7 @@ from oxidize_jax.arrays import at_index
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine import replay as replaying
+from oxidize_jax.engine import shrink as shrinking
 from oxidize_jax.engine.engine import Engine, EngineRequest, EngineStepError
 from oxidize_jax.engine.recorder import Recorder, digest, leaves
 from oxidize_jax.engine.replay import (
@@ -36,9 +37,11 @@ from oxidize_jax.engine.trace import (
     Run,
     Submit,
     Trace,
+    fork_event,
     new_fork,
     new_request,
     scripted,
+    submit_event,
 )
 from oxidize_jax.engine.tracefile import dumps, loads, read_trace, write_trace
 from oxidize_jax.scheduler.invariants import InvariantError
@@ -433,6 +436,16 @@ def test_a_trace_is_read_as_it_was_written(tmp_path, trace):
         assert read_trace(tmp_path / "copy.jsonl") == each
 
 
+def test_floats_keep_their_bits_and_are_short():
+    for value in (0.9, 0.1, 1 / 3, 1e-38, 3.4e38):
+        event = Submit(0, (1,), 1, temperature=value)
+        again = submit_event(CONFIG, 0, new_request(CONFIG, event))
+        assert np.float32(again.temperature) == np.float32(value)
+        assert len(str(again.temperature)) <= 12
+    fork = Fork(0, (1, 2), ((0, 0),) * 2, (0, 1), (None, 3), (float("-inf"), -0.7))
+    assert fork_event(CONFIG, new_fork(CONFIG, fork)) == fork
+
+
 def test_the_file_is_small(recorded, trace):
     """No padding, no defaults, no digest that is as before."""
     lines = dumps(EVERYTHING).splitlines()
@@ -720,6 +733,7 @@ def test_events_that_belong_together_go_together():
         *(Submit(0, (1, 2), 3), Run(4), fork, Run(2), Abort(2), ResetPrefixCache()),
         *(Submit(1, (5, 6, 7), 9, priority=2, output=(1,)), Run(7), Abort(1), Run(1)),
     )
+    assert shrinking._requests(events) == [{0, 2, 4}, {6, 8}]
     small = shrink(Trace(CONFIG, VOCAB, events), fails)
     assert small.events == (Submit(1, (5,), 1), Run(3))
 
