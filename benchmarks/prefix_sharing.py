@@ -5,10 +5,8 @@ full blocks of the prefix in every prompt but the first of its group. The *minim
 in a step is one copy of each running group's prefix, as far as a row of it has got, and each
 row's own blocks behind that.
 
-A block can be hit once its KV has been written. So a prompt that is admitted while another
-of its group still computes the prefix, in the same step or in the step that completes it,
-computes the rest of the prefix too, and keeps a copy of it while it runs. Two budgets show
-how much that is: in order of groups, and shuffled.
+A block can be hit once its KV has been written; a prompt whose next block another computes in
+this very step waits for it. Two budgets, in order of groups, and shuffled.
 """
 
 from __future__ import annotations

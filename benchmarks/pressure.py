@@ -8,10 +8,8 @@ Bounds:
 
 * every request ends with all its tokens (else the simulation raises);
 * the oldest unfinished request always has its row, and is never set back;
-* it waits only in steps whose whole budget goes to prompts. Where every output has two
-  tokens or more, others hold at most S - 1 rows of at most N tokens meanwhile, so it waits at
-  most ``ceil((S - 1) * N / budget)`` steps on end (``prefill_first``). Requests for one token
-  leave their rows at once, and a queue of them can keep it waiting for longer. Under
+* it waits only in steps whose whole budget goes to prompts, and one step on end at most
+  (``prefill_first``), since a decode that got nothing goes first in the next step. Under
   ``decode_first`` it does not wait at all.
 """
 
@@ -99,8 +97,6 @@ def measure(run: simulate.Run) -> Pressure:
     step = np.arange(run.num_steps)
     waits = scheduled[step, oldest] == 0
     used_up = run.scheduled.sum(axis=1) == config.max_num_batched_tokens
-    others = (config.max_num_seqs - 1) * config.max_model_len
-    bound = -(-others // config.max_num_batched_tokens)
     demand = np.mean([-(-request.num_computed // k) for request in run.requests])
     return Pressure(
         demand=float(demand * config.max_num_seqs / config.num_blocks),
@@ -113,7 +109,7 @@ def measure(run: simulate.Run) -> Pressure:
         setbacks=int((tokens[step, oldest] < 0).sum() + setback[step, oldest].sum()),
         idle_waits=int((waits & ~used_up).sum()),
         longest_wait=_longest(waits, oldest),
-        wait_bound=bound if config.policy == "prefill_first" else 0,
+        wait_bound=1 if config.policy == "prefill_first" else 0,
         longest_wait_of_any=max(
             _longest(begun[first : last + 1] == 0)
             for begun, last in zip(scheduled.T, ends.tolist(), strict=True)

@@ -41,7 +41,6 @@ def test_a_prefix_that_many_prompts_share_is_held_and_computed_once():
     assert sharing.times < 1.05
 
 
-@pytest.mark.xfail(strict=True, reason="twins of a prompt whose prefix is under way copy it")
 def test_prompts_of_one_prefix_that_arrive_together_hold_it_once():
     assert not measure_sharing(prefix=512, shuffled=False).missed()
 
@@ -90,9 +89,7 @@ def test_the_figures_of_a_single_request_are_those_on_paper():
     [
         forks,
         kv_waste,
-        pytest.param(
-            prefix_sharing, marks=pytest.mark.xfail(strict=True, reason="twins, see above")
-        ),
+        prefix_sharing,
         pressure,
     ],
     ids=lambda module: module.__name__,
