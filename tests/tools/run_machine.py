@@ -364,8 +364,6 @@ class Twin:
         """Serials name registrations. Which number is which does not matter, once it is given."""
         for block, serial in self.model.pool.serial.items():
             self._names.setdefault(int(self.host.pool.serial[block]), serial)
-        named = [*self._names.values()]
-        assert len(set(named)) == len(named), f"a registration has two serials: {self._names}"
 
     def _compare(self) -> None:
         invariants.check(self.host)
@@ -379,6 +377,8 @@ class Twin:
                 if device[name] != model[name]
             ]
             raise AssertionError("\n  ".join(["scheduler and model differ in", *lines]))
+        named = [*self._names.values()]
+        assert len(set(named)) == len(named), f"a registration has two serials: {self._names}"
 
 
 def model_view(model: SchedulerModel) -> dict[str, Any]:
@@ -525,7 +525,7 @@ class Load:
             self.late: 3,
             self.fork: 6,
             self.abort: 6,
-            self.reset: 1,
+            self.reset: 3,
         }
         (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
         return kind()
