@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,12 +24,14 @@ from oxidize_jax.engine.engine import (
     EngineStepError,
     RequestUpdate,
 )
+from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.options import Options, cache_dtype, engine_config, load_options, weight_dtype
 from oxidize_jax.outputs import RequestOutput, StreamDelta, Usage
 from oxidize_jax.progress import progress_bar
 from oxidize_jax.prompts import (
+    CacheSalts,
     Messages,
     Prompt,
     as_conversations,
@@ -72,6 +74,7 @@ class LLM:
         chosen = _options({**options, "model": str(model)})
         if compile_cache:
             enable_compile_cache()
+        recorder = _recorder(chosen)
         resolved = resolve_model(chosen.model)
         checkpoint = load_checkpoint(
             resolved.path, jnp.dtype(weight_dtype(chosen)), progress=progress
@@ -86,7 +89,14 @@ class LLM:
             attention=chosen.attention,
             kv_dtype=cache_dtype(chosen),
         )
-        self.engine = Engine(self.config, decoder, params, check_invariants=chosen.check_invariants)
+        self.engine = Engine(
+            self.config,
+            decoder,
+            params,
+            check_invariants=chosen.check_invariants,
+            recorder=recorder,
+        )
+        self._salts = CacheSalts()
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
@@ -158,6 +168,14 @@ class LLM:
             "prompt_token_ids": self.tokenizer.apply_chat_template(messages, **template_options)
         }
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV: call it when the parameters have changed.
+
+        Streams that run meanwhile go on with the KV they have, and nobody else shares it.
+        """
+        with self._lock:
+            self.engine.reset_prefix_cache()
+
     def _groups(
         self,
         prompts: Sequence[Prompt],
@@ -179,22 +197,20 @@ class LLM:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self._eos
         limit = self.config.max_model_len
-        requests = [
-            EngineRequest(
-                prompt_token_ids=ids,
-                max_new_tokens=limit if params.max_tokens is None else params.max_tokens,
-                min_new_tokens=params.min_tokens,
-                stop_token_ids=tuple(dict.fromkeys([*eos, *params.stop_token_ids])),
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                key=cast(tuple[int, int], tuple(child_key(seed, child).tolist())),
-                num_logprobs=params.logprobs,
-            )
-            for child in range(params.n)
-        ]
-        self.engine.validate(requests[0])
-        return _Group(text, ids, params, requests)
+        request = EngineRequest(
+            prompt_token_ids=ids,
+            max_new_tokens=limit if params.max_tokens is None else params.max_tokens,
+            min_new_tokens=params.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys([*eos, *params.stop_token_ids])),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            num_logprobs=params.logprobs,
+            salt=self._salts.number(prompt),
+        )
+        self.engine.validate(request)
+        keys = [child_key(seed, child).tolist() for child in range(params.n)]
+        return _Group(text, params, request, [(first, second) for first, second in keys])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         given = single_text_or_ids(prompt)
@@ -206,7 +222,7 @@ class LLM:
         return given, ids
 
     def _run(self, groups: list[_Group], use_tqdm: bool | None) -> list[RequestOutput]:
-        total = sum(len(group.requests) for group in groups)
+        total = sum(len(group.keys) for group in groups)
         shown = self._progress if use_tqdm is None else use_tqdm
         with self._lock, progress_bar(total, shown=shown) as bar:
             try:
@@ -255,10 +271,9 @@ class LLM:
 
     def _start(self, group: _Group) -> None:
         with self._lock:
-            for index, request in enumerate(group.requests):
+            group.ids = self.engine.add_group(group.request, group.keys)
+            for index, request_id in enumerate(group.ids):
                 completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
-                request_id = self.engine.add(request)
-                group.ids.append(request_id)
                 group.completions.append(completion)
                 self._running[request_id] = completion
 
@@ -295,14 +310,15 @@ class _Group:
     def __init__(
         self,
         prompt: str | None,
-        prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
-        requests: list[EngineRequest],
+        request: EngineRequest,
+        keys: list[tuple[int, int]],
     ) -> None:
         self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = request.prompt_token_ids
         self.params = params
-        self.requests = requests
+        self.request = request
+        self.keys = keys
         self.ids: list[int] = []
         self.completions: list[Completion] = []
 
@@ -320,7 +336,7 @@ class _Group:
 
     @property
     def finished(self) -> bool:
-        return self.num_finished == len(self.requests)
+        return self.num_finished == len(self.keys)
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -331,7 +347,7 @@ class _Group:
             usage=Usage(
                 prompt_tokens=len(self.prompt_token_ids),
                 completion_tokens=self.num_tokens,
-                cached_tokens=max(c.num_cached_tokens for c in self.completions),
+                cached_tokens=self.completions[0].num_cached_tokens,
             ),
         )
 
@@ -344,6 +360,20 @@ def _options(values: dict[str, Any]) -> Options:
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
             raise ValueError(f"{name!r} is not an option of LLM.{hint}")
     return Options(**values)
+
+
+def _recorder(options: Options) -> Recorder | None:
+    if options.trace is None:
+        return None
+    return Recorder(
+        options.trace,
+        model={
+            "name": options.model,
+            "dtype": weight_dtype(options),
+            "kv_cache_dtype": cache_dtype(options),
+            "attention": options.attention,
+        },
+    )
 
 
 def _load_tokenizer(options: Options, resolved: ResolvedModel) -> Tokenizer:

@@ -62,6 +62,9 @@ class Options:
     """Seeds of requests that name none are drawn from this one."""
     check_invariants: bool = False
     """Check the whole state after every dispatch (slow; to hunt a fault)."""
+    trace: str | None = None
+    """File to record every event of the engine in, for ``oxidize-jax replay``. It holds the
+    prompts, as token ids."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from oxidize_jax.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
+"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``; a dict may have a
+``"cache_salt"`` too: only prompts of one salt share cached KV (vLLM's name)."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}]``."""
 
@@ -77,6 +79,34 @@ def as_ids(prompt: Any) -> tuple[int, ...]:
         if not _is_whole(item):
             raise ValueError(f"prompt_token_ids[{i}]={item!r}: token ids must be whole numbers.")
     return tuple(int(item) for item in prompt)
+
+
+class CacheSalts:
+    """Numbers for salts given as text. A number never stands for two of them.
+
+    The ``limit`` salts used last are remembered; one that comes back after that gets a new
+    number, which costs it its cache hits.
+    """
+
+    def __init__(self, limit: int = 65_536) -> None:
+        self._limit = limit
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._next = 1
+
+    def number(self, prompt: Prompt) -> int:
+        """The salt of a prompt: 0 where it has none. Raises ValueError for one that is no text."""
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is None:
+            return 0
+        if not isinstance(salt, str) or not salt:
+            raise ValueError(f"cache_salt={salt!r}: must be text of one character or more.")
+        if salt not in self._numbers:
+            self._numbers[salt] = self._next
+            self._next += 1
+        self._numbers.move_to_end(salt)
+        if len(self._numbers) > self._limit:
+            self._numbers.popitem(last=False)
+        return self._numbers[salt]
 
 
 def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from oxidize_jax.arrays import at_index
+from oxidize_jax.blocks import hashing
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.queue import (
@@ -145,8 +146,8 @@ def _place(config: EngineConfig, state: SchedulerState, child: jax.Array) -> Sch
     none = config.max_num_requests
     parent = at_index(requests.fork_of, child, none)
     source = at_index(requests.row, parent, config.max_num_seqs)
-    shared = at_index(requests.fork_len, child, 0)
-    shared, chain_hash, chain_parent = _common(config, state, source, shared)
+    shared, salt = at_index(requests.fork_len, child, 0), at_index(requests.salt, child, 0)
+    shared, chain_hash, chain_parent = _common(config, state, source, shared, salt)
     column = jnp.arange(config.blocks_per_seq, dtype=jnp.int32)
     held = -(-shared // k)
     table = at_index(rows.block_table, source, config.num_blocks)
@@ -186,7 +187,11 @@ def _place(config: EngineConfig, state: SchedulerState, child: jax.Array) -> Sch
 
 
 def _common(
-    config: EngineConfig, state: SchedulerState, source: jax.Array, shared: jax.Array
+    config: EngineConfig,
+    state: SchedulerState,
+    source: jax.Array,
+    shared: jax.Array,
+    salt: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(shared, chain_hash, chain_parent)`` for a fork of ``shared i32[]`` tokens.
 
@@ -202,14 +207,21 @@ def _common(
     last = at_index(table, jnp.where(blocks > 0, blocks - 1, table.size), config.num_blocks)
     level = at_index(rows.kv_len, source, 0) // k == blocks
     known = at_index(pool.hashed, last, False)
-    # Neither the parent's chain nor a registered block says where the child's chain stands:
-    # what it computes is then not found by others.
-    chain_parent = jnp.where(
-        level,
-        at_index(rows.chain_parent, source, 0),
-        jnp.where(known, at_index(pool.serial, last, 0), block_pool.DETACHED),
+    begins = shared == 0
+    # Where neither the parent's chain nor a registered block says where the child's chain
+    # stands, what it computes is not found by others.
+    chain_parent = jnp.select(
+        [begins, level, known],
+        [
+            block_pool.root_parent(salt),
+            at_index(rows.chain_parent, source, 0),
+            at_index(pool.serial, last, 0),
+        ],
+        block_pool.DETACHED,
     )
-    chain_hash = jnp.where(
-        level, at_index(rows.chain_hash, source, 0), at_index(pool.block_hash, last, 0)
+    chain_hash = jnp.select(
+        [begins, level],
+        [hashing.root_hash(salt, pool.secret), at_index(rows.chain_hash, source, 0)],
+        at_index(pool.block_hash, last, 0),
     )
     return shared, chain_hash, chain_parent

@@ -7,53 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import VOCAB, FakeModel, solo
+from host_engine import CONFIG, assert_clean, request, run, tokens
 
-from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.engine import Engine, EngineRequest, EngineStepError
-
-CONFIG = EngineConfig(
-    max_num_seqs=2,
-    max_num_batched_tokens=8,
-    max_model_len=32,
-    num_blocks=12,
-    block_size=4,
-    max_num_requests=3,
-    prefill_tile=4,
-    max_logprobs=2,
-    max_stop_token_ids=2,
-)
+from oxidize_jax.engine.engine import Engine, EngineStepError
 
 
 @pytest.fixture
 def engine():
     return Engine(CONFIG, FakeModel(), None, check_invariants=True)
-
-
-def request(prompt, max_new_tokens=5, **options):
-    return EngineRequest(tuple(prompt), max_new_tokens, **options)
-
-
-def run(engine, max_steps=16):
-    """All updates until nothing is left, by request id."""
-    updates = {}
-    for _ in range(200):
-        if not engine.num_unfinished:
-            return updates
-        for update in engine.step(max_steps):
-            updates.setdefault(update.request_id, []).append(update)
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens(updates):
-    return [token for update in updates for token in update.token_ids]
-
-
-def assert_clean(engine):
-    engine.step()
-    pool = jax.device_get(engine.state.scheduler.pool)
-    assert not pool.ref_count.any()
-    assert int(pool.num_free) + int(pool.num_cached) == CONFIG.num_blocks
-    assert engine._slots == [None] * CONFIG.max_num_requests
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 16])

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from oxidize_jax import LLM, SamplingParams
+from oxidize_jax.engine.replay import replay_scheduler
+from oxidize_jax.engine.tracefile import read_trace
 from oxidize_jax.model.reference import reference_forward
+from oxidize_jax.prompts import CacheSalts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 WARM = SamplingParams(temperature=1, max_tokens=12, seed=7, ignore_eos=True)
@@ -368,3 +371,63 @@ def test_an_interrupted_call_leaves_the_llm_usable(llm, monkeypatch):
     monkeypatch.undo()
     assert llm.engine.num_unfinished == 0
     assert ids_of(llm.generate("Hello", WARM)) == expected
+
+
+def test_children_of_a_prompt_are_forks_of_the_first(make_llm):
+    llm = make_llm()
+    (output,) = llm.generate(["abcdefghijk"], SamplingParams(n=3, seed=4, max_tokens=6))
+    totals = llm.engine.state.scheduler.totals
+    length = len(output.prompt_token_ids)
+    assert int(totals.forked_tokens) == 2 * (length - 1)
+    assert output.usage.cached_tokens == 0
+    # The prompt is computed once; a fork computes its last token again, for the logits.
+    computed = length + 2 + output.usage.completion_tokens - 3
+    assert int(totals.scheduled_tokens) == computed
+
+
+def test_prompts_of_different_salts_share_no_cache(llm):
+    prompt = "a prompt of some length, to be hit"
+
+    def cached(**salt):
+        (output,) = llm.generate([{"prompt": prompt, **salt}], GREEDY)
+        return output.usage.cached_tokens, output.outputs[0].token_ids
+
+    llm.reset_prefix_cache()
+    none, tokens = cached()
+    assert none == 0
+    hit, same = cached()
+    assert hit > 0
+    assert same == tokens
+    assert cached(cache_salt="one") == (0, tokens)
+    assert cached(cache_salt="two") == (0, tokens)
+    assert cached(cache_salt="one") == (hit, tokens)
+    llm.reset_prefix_cache()
+    assert cached() == (0, tokens)
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["x"]])
+def test_a_salt_must_be_text(llm, salt):
+    with pytest.raises(ValueError, match="cache_salt="):
+        llm.generate([{"prompt": "abc", "cache_salt": salt}], GREEDY)
+
+
+def test_salts_are_numbered_and_a_forgotten_one_gets_a_new_number():
+    salts = CacheSalts(limit=2)
+    numbers = [salts.number({"prompt": "x", "cache_salt": s}) for s in "abacb"]
+    assert numbers == [1, 2, 1, 3, 4]
+    assert salts.number("x") == salts.number({"prompt": "x"}) == 0
+
+
+def test_a_trace_of_an_llm_replays_without_the_model(make_llm, tmp_path):
+    path = tmp_path / "run.jsonl"
+    llm = make_llm(trace=str(path))
+    llm.generate(["abcdef", "ghij"], SamplingParams(n=2, seed=3, max_tokens=5))
+    replayed = replay_scheduler(read_trace(path))
+    assert replayed.difference is None
+    state = replayed.state
+    assert (state.requests.tokens == llm.engine.state.scheduler.requests.tokens).all()
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_model_loads(make_llm, tmp_path):
+    with pytest.raises(ValueError, match="run\\.jsonl"):
+        make_llm(trace=str(tmp_path / "no" / "run.jsonl"))

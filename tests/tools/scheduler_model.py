@@ -369,7 +369,7 @@ class SchedulerModel:
         assert child.fork_of is not None
         source = child.fork_of.row
         assert source is not None
-        shared, chain = self._common(source, child.fork_len)
+        shared, chain = self._common(source, child.fork_len, child.salt)
         blocks = source.blocks[: _blocks(shared, self.config.block_size)]
         self.pool.share(blocks)
         computed = min(shared, len(child.tokens) - 1)
@@ -377,13 +377,15 @@ class SchedulerModel:
         self.totals["forked_tokens"] += computed
         self.seen["forks placed"] += 1
 
-    def _common(self, source: Row, shared: int) -> tuple[int, Chain]:
+    def _common(self, source: Row, shared: int, salt: int) -> tuple[int, Chain]:
         """How much of a row can be shared, and where the chain stands behind it."""
         k, pool = self.config.block_size, self.pool
         full = shared // k
         if shared % k and source.blocks[full] in pool.known:
             # The parent has filled it with tokens of its own, for all to find.
             shared = full * k
+        if shared == 0:
+            return shared, Chain.root(salt)
         if source.kv_len // k == full:
             return shared, source.chain
         last = source.blocks[full - 1] if full else None
