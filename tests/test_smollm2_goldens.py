@@ -1,10 +1,13 @@
 """The real model gives transformers' greedy tokens, however its work is cut and batched."""
 
+import dataclasses
 import gc
 import json
+import random
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from write_checkpoints import write_hf_folder
 
@@ -75,3 +78,34 @@ def test_same_weights_from_safetensors(smollm2_path, tmp_path):
     llm = make(tmp_path, 512, tokenizer=str(smollm2_path))
     for output, case in zip(run_batch(llm), CASES, strict=True):
         check(output, case)
+
+
+@pytest.mark.slow
+def test_forks_preemption_aborts_and_a_spoilt_pool_change_no_token(smollm2_path):
+    """A pool that holds a third of the load, full of NaN and in disorder."""
+    llm = make(smollm2_path, 64, num_blocks=40, check_invariants=True)
+    spoil(llm.engine)
+    for turn in range(2):  # the second time with hits
+        params = [dataclasses.replace(params_of(case), n=1 + i % 3) for i, case in enumerate(CASES)]
+        streams = [llm.stream(text, params_of(CASES[0])) for text in ("A neighbour", "Another")]
+        for stream in streams:
+            next(stream)
+            stream.close()
+        for output, case in zip(llm.generate(list(prompts(llm)), params), CASES, strict=True):
+            for completion in output.outputs:
+                check(dataclasses.replace(output, outputs=(completion,)), case)
+        totals = llm.engine.state.scheduler.totals
+        assert int(totals.preemptions) > turn
+        assert int(totals.forked_tokens) > 0
+    assert int(totals.cached_tokens) > 0
+    assert int(totals.copies) > 0
+
+
+def spoil(engine):
+    """NaN in every page, and the blocks given out in a random order."""
+    state, ids = engine.state, list(range(engine.config.num_blocks))
+    random.Random(3).shuffle(ids)
+    pool = dataclasses.replace(state.scheduler.pool, free_stack=jnp.array(ids, jnp.int32))
+    kv = jnp.full(state.kv.shape, np.nan, state.kv.dtype)
+    scheduler = dataclasses.replace(state.scheduler, pool=pool)
+    engine.state = dataclasses.replace(state, scheduler=scheduler, kv=kv)

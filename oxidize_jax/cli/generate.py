@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 for note in cut_notes(params, outputs):
                     status.note(note)
     if args.stats:
+        stats.engine(llm.engine)
         stats.print()
     return 0
 

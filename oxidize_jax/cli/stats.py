@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from oxidize_jax.engine.engine import Engine
     from oxidize_jax.outputs import RequestOutput
 
 _COMPILING = (
@@ -33,6 +34,7 @@ class Stats:
         self._loaded = self._first_text = self._end = 0.0
         self._prompt_tokens = self._first_tokens = 0
         self._completion_tokens = 0
+        self._steps = self._blocks = "none"
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -67,6 +69,17 @@ class Stats:
         self._completion_tokens = sum(output.usage.completion_tokens for output in outputs)
         self.finished(sum(output.usage.prompt_tokens for output in outputs))
 
+    def engine(self, engine: Engine) -> None:
+        """What the scheduler did, read from its totals."""
+        totals = engine.state.scheduler.totals
+        tokens = int(totals.scheduled_tokens)
+        self._steps = f"{int(totals.steps)}, which computed {tokens} tokens"
+        self._blocks = (
+            f"{engine.peak_blocks_used} of {engine.config.num_blocks} at peak; "
+            f"{int(totals.cached_tokens)} tokens from the prefix cache, "
+            f"{int(totals.forked_tokens)} shared by forks, {int(totals.preemptions)} preemptions"
+        )
+
     def print(self) -> None:
         """Write the table to standard error."""
         rows = [
@@ -81,6 +94,7 @@ class Stats:
             )
         tokens = f"{self._prompt_tokens} in the prompts, {self._completion_tokens} generated"
         rows += [("tokens", tokens), ("speed", self._speed())]
+        rows += [("steps", self._steps), ("KV blocks", self._blocks)]
         if peak := peak_memory_gib():
             rows.append(("peak memory", f"{peak:.2f} GiB of this process"))
         for name, value in rows:

@@ -108,6 +108,8 @@ class Engine:
         self.params = params
         self._check = check_invariants
         self._secret = secrets.randbits(32) if secret is None else secret
+        self.peak_blocks_used = 0
+        """Most blocks that requests held in a step so far."""
         self._ids = itertools.count()
         self._queue: list[tuple[int, int, EngineRequest, int | None]] = []
         self._unfinished: set[int] = set()
@@ -350,6 +352,8 @@ class Engine:
         steps = int(drained.steps)
         self.step_stats = stats.read(drained.history, self._steps, steps)
         self._steps = steps
+        used = [step.blocks_used for step in self.step_stats]
+        self.peak_blocks_used = max([self.peak_blocks_used, *used])
         return drained
 
     def _collect(self, drained: programs.Drained) -> list[RequestUpdate]:

@@ -203,7 +203,16 @@ def test_stats_go_to_standard_error(generate, expected):
     assert err.startswith(cut(9))
     rows = [re.split(" {2,}", row, maxsplit=1) for row in err.splitlines()[1:]]
     table = dict(rows)
-    names = ["load", "compile", "first text", "tokens", "speed", "peak memory"]
+    names = [
+        "load",
+        "compile",
+        "first text",
+        "tokens",
+        "speed",
+        "steps",
+        "KV blocks",
+        "peak memory",
+    ]
     assert [name for name, _ in rows] == names
     assert table["tokens"] == "4 in the prompts, 9 generated"
     assert re.fullmatch(r"[\d.]+ tokens/s, after the first text, .*", table["speed"])
@@ -307,7 +316,7 @@ def test_second_start_is_as_quiet_and_compiles_nothing(config, tmp_path, expecte
     assert (first.returncode, first.stdout, first.stderr) == (0, line(text), cut(9))
     assert (second.returncode, second.stdout) == (0, line(text))
     assert [row[:11].rstrip() for row in second.stderr.splitlines()[1:]] == [
-        "load", "compile", "first text", "tokens", "speed", "peak memory",
+        "load", "compile", "first text", "tokens", "speed", "steps", "KV blocks", "peak memory",
     ]  # fmt: skip
     assert " with 0 programs" not in second.stderr
 

@@ -189,6 +189,22 @@ def test_nothing_compiles_once_every_shape_has_run(engine):
     assert _COMPILED[0] == count
 
 
+def test_sc14_one_small_request_is_the_whole_warm_up():
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=24, num_blocks=16)
+    engine = Engine(config, FakeModel(), None)
+    engine.add(request([1], 1))
+    run(engine)
+    count = _COMPILED[0]
+    # The largest step there is: every row prefills until the budget is used up.
+    for length in (31, 30, 29, 1):
+        engine.add(request([length] * length, 1))
+    updates = engine.step(1)
+    assert engine.step_stats[0].scheduled_tokens == 24
+    run(engine)
+    assert not updates
+    assert _COMPILED[0] == count
+
+
 _COMPILED = [0]
 
 

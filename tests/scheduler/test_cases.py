@@ -1,5 +1,6 @@
 """Faults that engines of this kind have had, replayed with the scripted model."""
 
+import dataclasses
 import functools
 import random
 
@@ -261,3 +262,23 @@ def test_the_driver_sees_a_block_table_that_is_wrong():
     driver.state = type(driver.state)(scheduler=driver.state.scheduler, kv=jnp.asarray(kv))
     driver.run()
     assert driver.tokens(slot) != solo(prompt, 3)
+
+
+@pytest.mark.parametrize("how", ["no cache", "a request that does not use it"])
+def test_sc10_chunks_without_the_cache_go_on_where_they_were(how):
+    config = dataclasses.replace(CHUNK, enable_prefix_caching=how != "no cache")
+    options = {} if how == "no cache" else {"use_cache": False}
+    (prompt,) = prompts(10, 14)
+    driver = Driver(config, seed=10)
+    for _ in range(2):
+        slot = driver.submit(prompt, 5, **options)
+        held = []
+        while not held or driver.busy():
+            driver.step()
+            held.append(int((driver.host.pool.ref_count > 0).sum()))
+        assert driver.tokens(slot) == solo(prompt, 5)
+        assert driver.num_cached(slot) == 0
+        # A block for each 4 tokens so far, and none beside; the last token needs no KV.
+        assert held == [1, 2, 3, 4, 4, 4, 5, 5, 0]
+    assert not driver.host.pool.hashed.any()
+    driver.assert_clean()
