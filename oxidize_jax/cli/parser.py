@@ -177,6 +177,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="check the whole engine state all the time (slow; to hunt a fault)",
     )
+    engine.add_argument(
+        "--trace",
+        type=filled,
+        metavar="FILE",
+        help="record every event of the engine, prompts included, for `oxidize-jax replay`",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
