@@ -20,11 +20,11 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.engine import (
     STEPS_PER_DISPATCH,
     Engine,
-    EngineRequest,
     EngineStepError,
     RequestUpdate,
 )
 from oxidize_jax.engine.recorder import Recorder
+from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.options import Options, cache_dtype, engine_config, load_options, weight_dtype
@@ -136,14 +136,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        cache_salt: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list, through the model's chat template."""
+        """Answer one conversation, or each of a list, through the model's chat template.
+
+        Only conversations of one ``cache_salt`` share cached KV.
+        """
         conversations = as_conversations(messages)
         prompts = []
         for i, conversation in enumerate(conversations):
             try:
-                prompts.append(self.chat_prompt(conversation, **template_options))
+                prompts.append(
+                    self.chat_prompt(conversation, cache_salt=cache_salt, **template_options)
+                )
             except ValueError as error:
                 where = f"conversations[{i}]: " if len(conversations) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
@@ -162,11 +168,12 @@ class LLM:
         (group,) = self._groups([prompt], sampling_params)
         return self._stream(group)
 
-    def chat_prompt(self, messages: Messages, **template_options: Any) -> Prompt:
+    def chat_prompt(
+        self, messages: Messages, *, cache_salt: str | None = None, **template_options: Any
+    ) -> Prompt:
         """The prompt that the model's chat template makes of a conversation."""
-        return {
-            "prompt_token_ids": self.tokenizer.apply_chat_template(messages, **template_options)
-        }
+        ids = self.tokenizer.apply_chat_template(messages, **template_options)
+        return {"prompt_token_ids": ids, "cache_salt": cache_salt}
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV: call it when the parameters have changed.

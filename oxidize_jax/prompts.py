@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}]``."""
 
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _BYTES = (bytes, bytearray, memoryview)
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
@@ -119,6 +121,11 @@ def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:
             "prompt is a dict that must have exactly one of 'prompt' and 'prompt_token_ids', "
             f"and has {sorted(map(str, prompt.keys()))}."
         )
+    for key in prompt:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(str(key), _KEYS, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(_KEYS)}."
+            raise ValueError(f"prompt: {key!r} is not a key of a prompt.{hint}")
     return prompt[keys.pop()]
 
 

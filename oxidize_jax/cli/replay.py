@@ -24,7 +24,8 @@ Without --model only the scheduler runs, with the tokens on record: no weights a
 and every step is checked. A fault that shows there can be cut down to the events that
 matter (--shrink) and written as a test (--test).
 
-Exit status: 0 where all is as on record, 1 where something differs or fails."""
+Exit status: 0 where all is as on record, 1 where something differs or fails, 2 where the
+trace cannot be read or there is nothing to cut down."""
 _EXAMPLES = """\
 examples:
   oxidize-jax replay run.jsonl
@@ -76,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--model: a trace is cut down without the model; leave one of them out.")
     if cut_down and not args.check:
         raise UsageError("--no-check: what fails is found by the checks; leave it out.")
+    if args.model is None and (given := [n for n in _BUILD if getattr(args, n) is not None]):
+        option = given[0].replace("_", "-")
+        raise UsageError(
+            f"--{option}: no model is built without --model; add it, or leave this out."
+        )
+    for option in ("shrink", "test"):
+        _check_output(option, getattr(args, option))
     from oxidize_jax.engine.tracefile import read_trace
 
     trace = read_trace(args.trace)
@@ -90,6 +98,15 @@ def run(args: argparse.Namespace) -> int:
     if cut_down:
         _cut_down(trace, error, args)
     return 0 if error is None else _DIFFERS
+
+
+def _check_output(option: str, given: str | None) -> None:
+    """Refuse a file that cannot be written before the work for it is done."""
+    if given is None:
+        return
+    path = Path(given).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--{option}: {given!r}: give a file in a folder that exists.")
 
 
 def _print_trace(trace: Trace) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.recorder import NoRecorder
+from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state
 from oxidize_jax.scheduler import invariants, stats
 from oxidize_jax.scheduler.fork import Fork
@@ -32,34 +33,12 @@ from oxidize_jax.scheduler.state import (
     STOPPED,
 )
 from oxidize_jax.scheduler.stats import StepStats
-from oxidize_jax.scheduler.submit import NewRequest, check_prompt, check_token_ids
+from oxidize_jax.scheduler.submit import NewRequest
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", ABORTED: "abort", POOL_EXHAUSTED: "length"}
 """Finish reasons as OpenAI and vLLM name them."""
 STEPS_PER_DISPATCH = 16
 """Most steps that the device makes before the host looks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineRequest:
-    """One sequence to generate, in token ids."""
-
-    prompt_token_ids: tuple[int, ...]
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    key: tuple[int, int] = (0, 0)
-    """Threefry key data, two 32-bit words."""
-    num_logprobs: int | None = None
-    """Alternatives per token to return, at most ``max_logprobs``."""
-    priority: int = 0
-    salt: int = 0
-    """Only requests of one salt share blocks."""
-    use_cache: bool = True
-    """Read the prefix cache, and leave blocks in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +129,7 @@ class Engine:
         until they write. Raises ValueError for what can never run.
         """
         self.validate(request)
+        check_keys(keys)
         parent: int | None = None
         ids = []
         for key in keys:
@@ -166,8 +146,10 @@ class Engine:
 
         The children have its tokens so far, of which no update tells again, and share its
         blocks. Returns their ids, or None where nothing was done: it is not on the device
-        (queued, finished, unknown), or there are fewer free request slots than keys.
+        (queued, finished, unknown), or there are fewer free request slots than keys. Raises
+        ValueError for keys that are none.
         """
+        check_keys(keys)
         self._abort_slots()
         entry = self._requests.get(request_id)
         free = [slot for slot, owner in enumerate(self._slots) if owner is None]
@@ -262,27 +244,7 @@ class Engine:
 
     def validate(self, request: EngineRequest) -> None:
         """Refuse, with a ValueError, what :meth:`add` would refuse."""
-        config = self.config
-        check_prompt(config, len(request.prompt_token_ids))
-        stops = request.stop_token_ids
-        check_token_ids("prompt_token_ids", request.prompt_token_ids, self.model.vocab_size)
-        check_token_ids("stop_token_ids", stops, self.model.vocab_size)
-        if len(stops) > config.max_stop_token_ids:
-            raise ValueError(
-                f"stop_token_ids has {len(stops)} ids, end-of-sequence ids included; the limit "
-                f"is max_stop_token_ids={config.max_stop_token_ids}."
-            )
-        for name, low in (("priority", -(2**31)), ("salt", 0)):
-            value = getattr(request, name)
-            if not low <= value < 2**31 - 1:
-                raise ValueError(f"{name}={value}: must be from {low} to {2**31 - 2}.")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={request.max_new_tokens}: must be at least 1.")
-        if (request.num_logprobs or 0) > config.max_logprobs:
-            raise ValueError(
-                f"logprobs={request.num_logprobs}: the limit is max_logprobs="
-                f"{config.max_logprobs}, set where the engine is made."
-            )
+        check_request(self.config, self.model.vocab_size, request)
 
     def _abort_slots(self) -> None:
         # The slot stays taken until a drain sees that the row is gone.

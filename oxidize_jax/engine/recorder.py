@@ -93,10 +93,12 @@ class Recorder(NoRecorder):
         self._width = 1
         try:
             # Without a buffer: a line that could not be written does not come up again.
-            self._file: FileIO | None = self.path.open("wb", buffering=0)
-        except OSError as error:
+            # What is there goes when an engine starts, and not for one that cannot be made.
+            self._file: FileIO | None = self.path.open("ab", buffering=0)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"trace={str(path)!r}: {error.strerror or error}; give a file in a folder that "
+                f"trace={str(path)!r}: {reason}; give a file in a folder that "
                 "exists and can be written to."
             ) from None
         # An engine that is forgotten leaves no open file, and no warning of one.
@@ -119,6 +121,7 @@ class Recorder(NoRecorder):
         if self._config is not None:
             raise ValueError(f"the recorder of {self.path} has an engine: make one for each.")
         self._config = config
+        self._empty()
         trace = Trace(
             config=config,
             vocab_size=vocab_size,
@@ -174,6 +177,11 @@ class Recorder(NoRecorder):
     def _event(self, event: Event) -> None:
         self._started()
         self._write(self._lines.event(event))
+
+    def _empty(self) -> None:
+        # A device such as /dev/full holds nothing that could be taken out.
+        if self._file is not None and self._file.seekable() and self.path.is_file():
+            self._file.truncate(0)
 
     def _write(self, line: str) -> None:
         if self._file is None:

@@ -180,7 +180,7 @@ def _records(lines: list[str]) -> tuple[list[Any], bool]:
 def _read_header(record: Any) -> Trace:
     if not isinstance(record, dict) or _HEADER not in record:
         raise ValueError(f'line 1: no "{_HEADER}": this is not the file of a trace.')
-    if record[_HEADER] != FORMAT:
+    if type(record[_HEADER]) is not int or record[_HEADER] != FORMAT:
         raise ValueError(
             f"line 1: {_HEADER}={record[_HEADER]!r}: this version reads format {FORMAT}; read it "
             f"with the version that wrote it, {record.get('version', 'which is not named')}."
@@ -201,8 +201,12 @@ def _read_header(record: Any) -> Trace:
 def _read_config(fields: Any) -> EngineConfig:
     if not isinstance(fields, dict):
         raise ValueError(f"config={fields!r}: must be an object with the fields of EngineConfig.")
-    _check_names("config", fields, {field.name for field in dataclasses.fields(EngineConfig)})
-    return EngineConfig(**fields)
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    _check_names("config", fields, known)
+    config = EngineConfig(**fields)
+    if missing := sorted(known - fields.keys()):
+        raise ValueError(f"config.{missing[0]} is missing: a trace has every field.")
+    return config
 
 
 def _read_model(fields: Any) -> dict[str, str]:
@@ -270,6 +274,8 @@ class _Reader:
                     f"submit.stop_ids has {len(event.stop_ids)} ids; the limit is "
                     f"max_stop_token_ids={most}."
                 )
+            if event.fork_of == event.slot:
+                raise ValueError(f"submit.fork_of={event.slot}: a request is no fork of itself.")
             self._used.add(event.slot)
         elif isinstance(event, Fork):
             self._check_fork(event)
@@ -279,6 +285,8 @@ class _Reader:
 
     def _check_fork(self, event: Fork) -> None:
         count = len(event.children)
+        if not count:
+            raise ValueError("fork.children is empty: a fork has one child or more.")
         for field in dataclasses.fields(Fork)[2:]:
             got = len(getattr(event, field.name))
             if got != count and (got or field.name != "outputs"):

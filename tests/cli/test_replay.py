@@ -158,6 +158,9 @@ def test_there_is_nothing_to_cut_down_in_a_sound_trace(run, recorded, tmp_path):
         (["--no-check", "t", "--test", "o"], ["--no-check", "leave it out"]),
         (["t", "--dtype", "float16"], ["--dtype", "float16"]),
         (["", "--model", "x"], ["TRACE: is empty"]),
+        (["t", "--dtype", "bfloat16"], ["--dtype", "--model"]),
+        (["t", "--shrink", "no/such/folder/o"], ["--shrink", "folder that exists"]),
+        (["t", "--test", "."], ["--test", "folder that exists"]),
         ([], ["TRACE"]),
     ],
 )

@@ -77,6 +77,18 @@ def test_a_fork_that_cannot_be_is_a_value_and_changes_nothing(engine):
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("keys", [[], [(1,)], [(0, -1)], ["ab"]])
+def test_keys_that_are_none_are_refused(engine, keys):
+    parent = engine.add(request(PROMPT, 9))
+    engine.step(1)
+    with pytest.raises(ValueError, match="key"):
+        engine.fork(parent, keys)
+    with pytest.raises(ValueError, match="key"):
+        engine.add_group(request(PROMPT), keys)
+    assert list(run(engine)) == [parent]
+    assert_clean(engine)
+
+
 def test_after_a_reset_of_the_cache_nothing_from_before_is_hit(engine):
     def cached(prompt):
         (updates,) = run_one(prompt)

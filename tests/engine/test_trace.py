@@ -535,6 +535,16 @@ def header(**changes):
             '"last_tokens": [null], "last_logprobs": [0]}}',
             ["line 2", "different slots"],
         ),
+        (
+            HEADER + '{"fork": {"parent": 1, "children": [], "keys": [], "arrivals": [], '
+            '"last_tokens": [], "last_logprobs": []}}',
+            ["line 2", "fork.children is empty"],
+        ),
+        (
+            HEADER + '{"submit": {"slot": 1, "prompt": [1], "max_new_tokens": 1, "fork_of": 1}}',
+            ["line 2", "submit.fork_of=1"],
+        ),
+        (header(config={}), ["line 1", "config.block_size is missing"]),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_line_and_field(tmp_path, text, words):

@@ -405,6 +405,33 @@ def test_prompts_of_different_salts_share_no_cache(llm):
     assert cached() == (0, tokens)
 
 
+def test_a_conversation_has_a_salt_too(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    llm.reset_prefix_cache()
+    cached = [
+        llm.chat(messages, GREEDY, cache_salt=salt)[0].usage.cached_tokens
+        for salt in ("a", "b", "a", None)
+    ]
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+    assert cached[3] == 0
+    with pytest.raises(ValueError, match="cache_salt=5"):
+        llm.chat(messages, GREEDY, cache_salt=5)
+
+
+def test_a_key_that_a_prompt_does_not_have_is_refused(llm):
+    with pytest.raises(ValueError, match=r"'cachesalt'.*Did you mean 'cache_salt'"):
+        llm.generate([{"prompt": "abc", "cachesalt": "a"}], GREEDY)
+
+
+def test_a_trace_is_kept_until_a_model_is_there(make_llm, tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("precious")
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        make_llm(trace=str(path), max_num_seqs=0)
+    assert path.read_text() == "precious"
+
+
 @pytest.mark.parametrize("salt", ["", 5, ["x"]])
 def test_a_salt_must_be_text(llm, salt):
     with pytest.raises(ValueError, match="cache_salt="):
