@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from oxidize_jax.arrays import at_index
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.rows import finish
 from oxidize_jax.scheduler.state import (
@@ -22,7 +23,10 @@ from oxidize_jax.types import replace, state
 
 @state
 class NewRequest:
-    """One request, ready for a slot. Scalars are ``[]`` arrays, so values never recompile."""
+    """One request, ready for a slot. Scalars are ``[]`` arrays, so values never recompile.
+
+    :func:`submit_all` takes C at once: then every field has a leading axis C.
+    """
 
     tokens: jax.Array
     """i32[N]: the prompt, then anything."""
@@ -92,25 +96,50 @@ def submit(
     config: EngineConfig, state: SchedulerState, slot: jax.Array, new: NewRequest
 ) -> SchedulerState:
     """Put ``new`` into request ``slot i32[]``, which must be UNUSED or FINISHED and rowless."""
-    state = disown(state, slot)
-    requests = state.requests
+    return _write(config, disown(state, slot), slot, new)
+
+
+def submit_all(
+    config: EngineConfig, state: SchedulerState, slots: jax.Array, new: NewRequest
+) -> SchedulerState:
+    """:func:`submit` for C requests at once: the same state as one after the other.
+
+    Args:
+      slots: i32[C], distinct, each UNUSED or FINISHED and rowless; a lane of slot ``R`` is
+        left out.
+      new: every field with a leading axis C. ``fork_of`` may name the slot of an earlier lane.
+    """
+    none, count = config.max_num_requests, slots.shape[0]
+    lane = jnp.arange(count, dtype=jnp.int32)
+    lane_of = jnp.full((none,), -1, jnp.int32).at[slots].set(lane, mode="drop")
+    # One by one, a lane that comes later takes its slot from those that wait for it.
+    orphan = at_index(lane_of, new.fork_of, -1) > lane
+    new = replace(new, fork_of=jnp.where(orphan, none, new.fork_of))
+    return _write(config, disown(state, slots), slots, new)
+
+
+def _write(
+    config: EngineConfig, state: SchedulerState, slots: jax.Array, new: NewRequest
+) -> SchedulerState:
+    """Fill ``slots i32[...]`` with ``new``, whose fields have the same leading axes."""
+    requests, shape = state.requests, jnp.shape(slots)
     limit = jnp.minimum(
         new.prompt_len + jnp.minimum(new.max_new_tokens, config.max_model_len),
         config.max_model_len,
     )
     values = {
-        "status": jnp.full((), WAITING, jnp.int32),
-        "finish_reason": jnp.full((), NOT_FINISHED, jnp.int32),
+        "status": jnp.full(shape, WAITING, jnp.int32),
+        "finish_reason": jnp.full(shape, NOT_FINISHED, jnp.int32),
         "arrival": new.arrival,
         "priority": new.priority,
-        "row": jnp.full((), config.max_num_seqs, jnp.int32),
+        "row": jnp.full(shape, config.max_num_seqs, jnp.int32),
         "prompt_len": new.prompt_len,
         "num_tokens": new.prompt_len,
-        "num_computed": jnp.zeros((), jnp.int32),
+        "num_computed": jnp.zeros(shape, jnp.int32),
         "max_tokens": limit,
         "min_tokens": new.prompt_len + jnp.minimum(new.min_new_tokens, config.max_model_len),
         "tokens": new.tokens,
-        "logprobs": jnp.zeros((config.max_model_len,), jnp.float32),
+        "logprobs": jnp.zeros((*shape, config.max_model_len), jnp.float32),
         "want_logprobs": new.want_logprobs,
         "stop_ids": new.stop_ids,
         "temperature": new.temperature,
@@ -121,10 +150,12 @@ def submit(
         "use_cache": new.use_cache,
         "fork_of": new.fork_of,
         "fork_len": new.prompt_len,
-        "num_cached": jnp.zeros((), jnp.int32),
-        "num_preemptions": jnp.zeros((), jnp.int32),
+        "num_cached": jnp.zeros(shape, jnp.int32),
+        "num_preemptions": jnp.zeros(shape, jnp.int32),
     }
-    changed = {name: getattr(requests, name).at[slot].set(v) for name, v in values.items()}
+    changed = {
+        name: getattr(requests, name).at[slots].set(v, mode="drop") for name, v in values.items()
+    }
     return replace(state, requests=replace(requests, **changed))
 
 

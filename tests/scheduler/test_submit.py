@@ -1,8 +1,12 @@
 """Events from outside: submit, abort, and the checks at the boundary."""
 
+import functools
+
 import chex
+import jax
 import numpy as np
 import pytest
+from fake_model import new_request, quick_jit
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.state import (
@@ -15,7 +19,7 @@ from oxidize_jax.scheduler.state import (
     UNUSED,
     WAITING,
 )
-from oxidize_jax.scheduler.submit import check_prompt, check_token_ids
+from oxidize_jax.scheduler.submit import check_prompt, check_token_ids, submit_all
 
 
 def test_submit_fills_a_slot_and_no_other(hand):
@@ -64,6 +68,74 @@ def test_a_finished_slot_takes_a_new_request_without_a_trace_of_the_old(hand):
     assert hand.tokens(0) == [9, 9]
     assert not requests.logprobs[0].any()
     assert (hand.of("num_computed")[0], hand.of("num_cached")[0]) == (0, 0)
+
+
+@functools.cache
+def jitted_submit_all(config):
+    return quick_jit(functools.partial(submit_all, config))
+
+
+def requests_of_all_kinds(config, fork_of):
+    """Four requests, each different from the others in every field."""
+    stops = [[], [4], [5, 6], [7]]
+    return [
+        new_request(
+            config,
+            [10 * i + 1] * (i + 2),
+            max_tokens=[1, 5, 24, 2**31 - 1][i],
+            min_tokens=i,
+            stop_ids=stops[i],
+            arrival=20 - i,
+            priority=i - 1,
+            salt=i,
+            use_cache=i % 2 == 0,
+            fork_of=fork_of[i],
+        )
+        for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "fork_of"),
+    [
+        ([None] * 4, [None] * 4),
+        ([None, 0, 0, 1], [None] * 4),
+        ([2, 3, None, 0], [None] * 4),
+        ([None] * 4, [1, 3, None, 1]),
+    ],
+    ids=["none", "of an earlier lane", "of a later lane", "of older requests"],
+)
+@pytest.mark.parametrize("slots", [[2, 0, 4, 5], [5, 4, 2, 0]])
+def test_all_at_once_is_one_by_one_state_for_state(hand, slots, lanes, fork_of):
+    fork_of = [of if lane is None else slots[lane] for lane, of in zip(lanes, fork_of, strict=True)]
+    # Slot 0 has finished, slot 1 runs and slot 3 waits for whoever is in slot 2.
+    hand.submit([1, 2, 3], max_tokens=1)
+    hand.submit([4, 5, 6, 7, 8])
+    hand.submit([6, 7], max_tokens=1)
+    hand.submit([6, 7], fork_of=2)
+    hand("schedule")
+    hand.step()
+    hand("abort", np.int32(2))
+    hand("schedule")
+    assert hand.of("status")[:3] == [FINISHED, RUNNING, FINISHED]
+    new = requests_of_all_kinds(hand.config, fork_of)
+    bulk = jitted_submit_all(hand.config)(
+        hand.state, np.array(slots, np.int32), jax.tree.map(lambda *x: np.stack(x), *new)
+    )
+    for slot, request in zip(slots, new, strict=True):
+        hand("submit", np.int32(slot), request)
+    chex.assert_trees_all_equal(jax.device_get(bulk), hand.state)
+
+
+def test_a_lane_without_a_slot_is_left_out(hand):
+    new = requests_of_all_kinds(hand.config, [None, None, 0, None])
+    slots = np.array([6, 1, 2, 6], np.int32)
+    bulk = jitted_submit_all(hand.config)(
+        hand.state, slots, jax.tree.map(lambda *x: np.stack(x), *new)
+    )
+    hand("submit", np.int32(1), new[1])
+    hand("submit", np.int32(2), new[2])
+    chex.assert_trees_all_equal(jax.device_get(bulk), hand.state)
 
 
 def test_abort_of_an_unused_slot_changes_nothing(hand):
