@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_CHILD_BASE = 2**31
+CHILD_BASE = 2**31
 """Children are folded in above every token index, so no draw shares a child's key."""
 
 
@@ -23,7 +23,7 @@ def child_key(seed: int, child: int) -> np.ndarray:
     parent = key_data_from_seed(seed)
     if child == 0:
         return parent
-    words = fold_in(jnp.asarray(parent)[None], jnp.array([_CHILD_BASE + child], jnp.uint32))
+    words = fold_in(jnp.asarray(parent)[None], jnp.array([CHILD_BASE + child], jnp.uint32))
     return np.asarray(words[0])
 
 
