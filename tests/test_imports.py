@@ -25,6 +25,7 @@ LAYERS = [
     {"outputs", "options", "prompts"},
     {"completion"},
     {"llm"},
+    {"bench"},
     {"cli"},
     {"__init__", "__main__"},
 ]

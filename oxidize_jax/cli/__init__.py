@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from oxidize_jax.cli import generate, models, replay
+from oxidize_jax.cli import bench, generate, models, replay
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
 from oxidize_jax.cli.parser import Parser, parse
@@ -26,7 +26,7 @@ BROKEN_PIPE = 141
 _LESS_MEMORY = (
     "a smaller --max-model-len, --max-num-seqs, --num-blocks or --kv-cache-gib takes less memory"
 )
-_COMMANDS = (generate, models, replay)
+_COMMANDS = (generate, models, replay, bench)
 _EXAMPLES = """\
 examples:
   oxidize-jax generate "What is the capital of France?"
@@ -35,6 +35,7 @@ examples:
   oxidize-jax models                     what can be run, and what is here already
   oxidize-jax models some/model.gguf     what is in a file, and how much memory it takes
   oxidize-jax replay run.jsonl           make a recorded run again, without its model
+  oxidize-jax bench throughput           how fast it runs on this machine
 
 Text goes to standard output, all else to standard error. OXIDIZE_JAX_TRACEBACK=1 shows
 where an error comes from."""
