@@ -19,7 +19,8 @@ from oxidize_jax.model.kv_cache import kv_shape
 from oxidize_jax.types import BLOCK_SIZE
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16")
 _CPU_KV_LIMIT = 2 * 2**30
 _GIB = 2**30
 
@@ -33,9 +34,10 @@ class Options:
     tokenizer: str | None = None
     """Folder or ``.gguf`` to take the tokenizer from; default: the model's own."""
     dtype: str = "auto"
-    """Of weights and matmul inputs. ``auto``: float32 on a CPU, bfloat16 elsewhere."""
+    """Of weights and matmul inputs. ``auto``: float32 on a CPU without AMX, else bfloat16.
+    ``int8`` halves bfloat16's memory once more at some loss, so it is never chosen unasked."""
     kv_cache_dtype: str = "auto"
-    """Of the KV cache. ``auto``: as ``dtype``."""
+    """Of the KV cache. ``auto``: as ``dtype``, and bfloat16 where that is int8."""
     attention: str = "gather"
     """Attention backend."""
     max_model_len: int | None = None
@@ -71,10 +73,10 @@ class Options:
             value = _plain(getattr(self, field.name))
             _check_type(field.name, value, str(field.type))
             object.__setattr__(self, field.name, value)
-        for name in ("dtype", "kv_cache_dtype"):
-            if getattr(self, name) not in DTYPES:
+        for name, dtypes in (("dtype", DTYPES), ("kv_cache_dtype", KV_DTYPES)):
+            if getattr(self, name) not in dtypes:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(DTYPES)}."
+                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(dtypes)}."
                 )
         gib = self.kv_cache_gib
         if gib is not None and not 0 < gib < float("inf"):
@@ -148,15 +150,34 @@ def _flatten(tables: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def weight_dtype(options: Options) -> str:
-    """``float32`` or ``bfloat16`` for this machine."""
+    """``float32``, ``bfloat16`` or ``int8`` for this machine.
+
+    ``auto`` is the fastest type that rounds no more than checkpoints do. That is bfloat16 on
+    accelerators, and on CPUs whose AMX multiplies it; other CPUs convert it to float32.
+    """
     if options.dtype != "auto":
         return options.dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    fast_bfloat16 = jax.default_backend() != "cpu" or "amx_bf16" in _cpu_flags()
+    return "bfloat16" if fast_bfloat16 else "float32"
 
 
 def cache_dtype(options: Options) -> str:
     """Type of keys and values for this machine."""
-    return weight_dtype(options) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    weights = weight_dtype(options)
+    return "bfloat16" if weights == "int8" else weights
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Features of this CPU as Linux names them; none where the system does not say."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
 
 
 def engine_config(options: Options, model: ModelConfig) -> EngineConfig:

@@ -204,12 +204,43 @@ def test_block_bytes_are_those_of_the_cache():
     assert kv_block_bytes(both, SMOLLM2, 1) == 2 * 30 * 3 * 64 * 2
 
 
-def test_types_follow_the_machine(accelerator):
-    assert (weight_dtype(Options()), cache_dtype(Options())) == ("float32", "float32")
-    assert cache_dtype(Options(dtype="bfloat16")) == "bfloat16"
+def types(**options):
+    return weight_dtype(Options(**options)), cache_dtype(Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
+        ("flags\t\t: fpu avx512_bf16", "float32"),
+        ("vmx flags\t: amx_bf16\nFeatures\t: asimd bf16", "float32"),
+        (None, "float32"),
+    ],
+)
+def test_types_follow_the_features_of_the_cpu(monkeypatch, flags, expected):
+    def read_text(path):
+        assert str(path) == "/proc/cpuinfo"
+        if flags is None:
+            raise FileNotFoundError
+        return f"processor\t: 0\n{flags}\n\nprocessor\t: 1\n"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert types() == (expected, expected)
+
+
+def test_types_follow_the_accelerator(accelerator):
     accelerator({})
-    assert (weight_dtype(Options()), cache_dtype(Options())) == ("bfloat16", "bfloat16")
-    assert weight_dtype(Options(dtype="float32")) == "float32"
+    assert types() == ("bfloat16", "bfloat16")
+
+
+def test_types_that_are_named_are_used(accelerator):
+    assert types(dtype="float32") == ("float32", "float32")
+    assert types(dtype="bfloat16") == ("bfloat16", "bfloat16")
+    assert types(dtype="int8") == ("int8", "bfloat16")
+    assert types(dtype="int8", kv_cache_dtype="float32") == ("int8", "float32")
+    accelerator({})
+    assert types(dtype="float32", kv_cache_dtype="bfloat16") == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
 from oxidize_jax.checkpoints.mapping import stored_names
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.quantize import is_matrix, quantize_rows_on_host, scale_name
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.progress import progress_bar
 
@@ -32,9 +32,11 @@ def fill_parameters(
 ) -> dict[str, jax.Array]:
     """Read every parameter of ``opened`` and hand each to ``place`` as soon as it is whole.
 
-    Matrices and biases come in ``dtype`` (f32 or bf16), norms in f32. One parameter (all
-    its layers) is on the host at a time, so on an accelerator the host never holds the
-    model, and on CPU, where the arrays are not copied, it holds it once.
+    Matrices and biases come in ``dtype`` (f32 or bf16), norms in f32. For int8, matrices
+    are rounded row by row as they are read, as :mod:`oxidize_jax.model.quantize` says, and
+    their scales are parameters too; norms and biases are f32. One parameter (all its layers)
+    is on the host at a time, so on an accelerator the host never holds the model, and on
+    CPU, where the arrays are not copied, it holds it once, in its final type.
 
     Raises :class:`CheckpointError` naming the tensor that is missing, left over, of the
     wrong shape, not finite, or cut off.
@@ -45,14 +47,13 @@ def fill_parameters(
     total = sum(map(len, plan.values()))
     with progress_bar(total, shown=progress, unit="tensor", label="loading") as bar:
         for name, tensors in plan.items():
-            target = np.dtype(np.float32) if name.endswith("norm.weight") else dtype
-            whole = _aligned_empty(shapes[name], target)
-            layers = whole if name.startswith("layers.") else whole[None]
+            whole = _Parameter(name, shapes[name], dtype)
             row_map = opened.row_maps[name]() if name in opened.row_maps else None
-            for layer, tensor in zip(layers, tensors, strict=True):
-                _fill(layer, tensor, row_map)
+            for layer, tensor in enumerate(tensors):
+                _fill(whole.layer(layer), tensor, row_map)
                 bar.update()
-            parameters[name] = place(name, whole)
+            for part, array in whole.arrays.items():
+                parameters[part] = place(part, array)
     return parameters
 
 
@@ -89,11 +90,17 @@ def plan_parameters(opened: OpenCheckpoint) -> dict[str, tuple[StoredTensor, ...
 
 def parameter_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of all parameters in ``dtype``, with norms in f32 as the loader makes them."""
-    itemsize = jnp.dtype(dtype).itemsize
+    target = np.dtype(dtype)
     return sum(
-        int(np.prod(shape)) * (4 if name.endswith("norm.weight") else itemsize)
-        for name, shape in parameter_shapes(config).items()
+        int(np.prod(shape)) * _stored_dtype(name, target).itemsize
+        for name, shape in parameter_shapes(config, quantized=target == np.int8).items()
     )
+
+
+def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
+    """Type of the parameter ``name`` where weights are ``dtype``."""
+    is_float32 = name.endswith("norm.weight") or (dtype == np.int8 and not is_matrix(name))
+    return np.dtype(np.float32) if is_float32 else dtype
 
 
 def _supported_config(opened: OpenCheckpoint) -> ModelConfig:
@@ -148,26 +155,51 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _fill(target: np.ndarray, tensor: StoredTensor, row_map: np.ndarray | None) -> None:
-    """Write all rows of ``tensor`` to ``target``, a chunk at a time, checked for NaN."""
+class _Parameter:
+    """A parameter while it is filled: one array, or int8 rows and their scales."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        target = _stored_dtype(name, dtype)
+        self.arrays = {name: _aligned_empty(shape, target)}
+        if target == np.int8:
+            self.arrays[scale_name(name)] = _aligned_empty(shape[:-1], np.dtype(np.float32))
+        self._stacked = name.startswith("layers.")
+
+    def layer(self, index: int) -> list[np.ndarray]:
+        """Views of the arrays of one layer."""
+        return [array[index] if self._stacked else array for array in self.arrays.values()]
+
+
+def _fill(layer: list[np.ndarray], tensor: StoredTensor, row_map: np.ndarray | None) -> None:
+    """Write all rows of ``tensor`` to ``layer``, a chunk at a time, checked for NaN."""
     rows, columns = tensor.matrix_shape
-    out = target.reshape(rows, columns)
     step = max(1, _CHUNK // columns)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = tensor.read_rows(start, stop).astype(target.dtype, copy=False)
-        if not _all_finite(values):
-            raise CheckpointError(
-                f"{tensor.path}: tensor {tensor.name!r} holds NaN or infinite values"
-                f" (as {target.dtype}); the file is damaged."
-            )
-        if row_map is None:
-            out[start:stop] = values
-        elif rows == 1:
-            out[:, row_map] = values
-        else:
-            out[row_map[start:stop]] = values
+        chunk = _read_finite(tensor, start, stop, layer[0].dtype)
+        parts = quantize_rows_on_host(chunk) if layer[0].dtype == np.int8 else (chunk,)
+        for out, values in zip(layer, parts, strict=True):
+            out = out.reshape(rows, -1)
+            values = values.reshape(stop - start, -1)
+            if row_map is None:
+                out[start:stop] = values
+            elif rows == 1:
+                out[:, row_map] = values
+            else:
+                out[row_map[start:stop]] = values
+
+
+def _read_finite(tensor: StoredTensor, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Some rows in ``dtype``, or in f32 where they are to be int8."""
+    dtype = np.dtype(np.float32) if dtype == np.int8 else dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = tensor.read_rows(start, stop).astype(dtype, copy=False)
+    if not _all_finite(values):
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name!r} holds NaN or infinite values"
+            f" (as {dtype}); the file is damaged."
+        )
+    return values
 
 
 def _all_finite(values: np.ndarray) -> bool:

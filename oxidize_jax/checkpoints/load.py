@@ -31,7 +31,7 @@ class Checkpoint:
 
     config: ModelConfig
     params: dict[str, jax.Array]
-    """Parameters by the names and shapes of ``parameter_shapes(config)``."""
+    """Parameters by the names and shapes of ``parameter_shapes``."""
     source: str
     """Path that the parameters came from."""
 
@@ -55,6 +55,8 @@ class CheckpointInfo:
     """Memory of the loaded parameters in f32."""
     bytes_bfloat16: int
     """Memory of the loaded parameters in bf16 (norms stay f32)."""
+    bytes_int8: int
+    """Memory of the loaded parameters in int8 (norms, biases and scales are f32)."""
     context_length: int | None
     config: ModelConfig | None
     """None where the model is not supported."""
@@ -69,7 +71,8 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load the GGUF file or the Hugging Face folder at ``path``.
 
-    Parameters come in ``dtype`` (f32 or bf16), norms in f32 whatever it is. Each is handed
+    Parameters come in ``dtype`` (f32, bf16 or int8), norms in f32 whatever it is; of int8
+    matrices the scales are parameters too (:mod:`oxidize_jax.model.quantize`). Each is handed
     to ``place(name, host_array)`` when it is whole, by default to JAX's default device; give
     another to shard. Weights are streamed: on CPU the peak is the parameters and a few MB,
     on an accelerator the host holds one parameter at a time. ``progress`` shows a bar.
@@ -79,8 +82,8 @@ def load_checkpoint(
     file, a model that is not supported.
     """
     target = np.dtype(dtype)
-    if target not in (np.dtype(jnp.float32), np.dtype(jnp.bfloat16)):
-        raise ValueError(f"dtype={target}: parameters can be loaded as float32 or bfloat16.")
+    if target.name not in ("float32", "bfloat16", "int8"):
+        raise ValueError(f"dtype={target}: parameters can be loaded as float32, bfloat16 or int8.")
     opened = _open(Path(path))
     params = fill_parameters(opened, target, place, progress)
     assert opened.config is not None  # or fill_parameters would have raised
@@ -113,6 +116,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointInfo:
         tensor_types=dict(types.most_common()),
         bytes_float32=parameter_bytes(config, jnp.float32) if config else 4 * size,
         bytes_bfloat16=parameter_bytes(config, jnp.bfloat16) if config else 2 * size,
+        bytes_int8=parameter_bytes(config, jnp.int8) if config else size,
         context_length=opened.context_length,
         config=config,
     )

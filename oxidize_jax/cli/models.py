@@ -106,7 +106,8 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
         else f"{count / 1e9:,.2f} billion",
         "file size": binary_size(info.file_bytes),
         "weights take": f"{binary_size(info.bytes_float32)} in float32, "
-        f"{binary_size(info.bytes_bfloat16)} in bfloat16",
+        f"{binary_size(info.bytes_bfloat16)} in bfloat16, "
+        f"{binary_size(info.bytes_int8)} in int8",
         "tensor types": ", ".join(f"{n} x {kind}" for kind, n in info.tensor_types.items()),
         "context": "not given" if info.context_length is None else f"{info.context_length} tokens",
     }

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from oxidize_jax.sampling.params import SamplingParams
 
 # Of oxidize_jax.options and oxidize_jax.config, which import jax; a test compares them.
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16")
 POLICIES = ("prefill_first", "decode_first")
 
 
@@ -137,8 +138,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="take the tokenizer from here instead",
     )
-    _choice(model, "dtype", DTYPES, "of the weights; auto: float32 on a CPU, else bfloat16")
-    _choice(model, "kv_cache_dtype", DTYPES, "of the KV cache; auto: as --dtype")
+    _choice(model, "dtype", DTYPES, "of the weights; auto: float32 on a CPU without AMX, "
+            "else bfloat16; int8: half of that again, a little less exact")  # fmt: skip
+    _choice(model, "kv_cache_dtype", KV_DTYPES, "of the KV cache; auto: as --dtype, bfloat16 "
+            "for int8")  # fmt: skip
 
     engine = parser.add_argument_group("engine")
     engine.add_argument(

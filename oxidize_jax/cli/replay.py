@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.models import announce_fetch
-from oxidize_jax.cli.parser import DTYPES, Parser, UsageError, filled
+from oxidize_jax.cli.parser import DTYPES, KV_DTYPES, Parser, UsageError, filled
 from oxidize_jax.cli.terminal import Status
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     same = "default: as in the trace"
     model.add_argument("--dtype", choices=DTYPES, help=f"of the weights ({same})")
-    model.add_argument("--kv-cache-dtype", choices=DTYPES, help=f"of the KV cache ({same})")
+    model.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help=f"of the KV cache ({same})")
     model.add_argument("--attention", metavar="NAME", help=f"attention backend ({same})")
     small = parser.add_argument_group("cutting down")
     small.add_argument(

@@ -17,6 +17,7 @@ from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.model import kv_cache
 from oxidize_jax.model.attention import AttentionSpec, check_backend, make_attention
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.transformer import (
     LAYERS,
     angles,
@@ -28,7 +29,7 @@ from oxidize_jax.model.transformer import (
 Leaves = dict[str, jax.Array]
 """Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them."""
 
-_WEIGHT_DTYPES = ("float32", "bfloat16")
+_WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Decoder:
     """``cpu``, ``gpu`` or ``tpu``: chooses how numbers are stored and work is cut."""
     attention: str
     kv_dtype: str
+    quantized: bool
+    """Whether the weights are int8, as :func:`~oxidize_jax.model.quantize.quantize` makes them."""
 
     @property
     def vocab_size(self) -> int:
@@ -72,10 +75,11 @@ def build(
     """The static decoder and the leaves that :func:`forward` reads.
 
     ``params`` has every name of ``parameter_shapes(config)`` once, with that shape: norms in
-    float32, the rest all in float32 or all in bfloat16. Arrays may be jax.ShapeDtypeStruct,
-    to compile without weights. The leaves are these same arrays, but for bfloat16 on a CPU,
-    where those of the layers become uint16 views of the same bits. ``platform`` defaults to
-    JAX's own.
+    float32, the rest all in float32 or all in bfloat16. Or they come from
+    :func:`~oxidize_jax.model.quantize.quantize`, with int8 matrices and their scales. Arrays
+    may be jax.ShapeDtypeStruct, to compile without weights. The leaves are these same arrays,
+    but for bfloat16 on a CPU, where those of the layers become uint16 views of the same bits.
+    ``platform`` defaults to JAX's own.
 
     Raises ValueError naming a parameter that is missing, unknown, or of the wrong shape or
     type, an unknown attention backend, or a kv_dtype that is not supported.
@@ -83,11 +87,11 @@ def build(
     check_backend(attention)
     platform = platform or jax.default_backend()
     kv_cache.storage_dtype(kv_dtype, platform)
-    _check_params(config, params)
-    (trunk, layer), _ = split_modules(config)
-    decoder = Decoder(config, trunk, layer, platform, attention, kv_dtype)
-    leaves = {name: _stored(name, params[name], platform) for name in parameter_shapes(config)}
-    return decoder, leaves
+    quantized = "embed.weight" in params and params["embed.weight"].dtype == jnp.int8
+    _check_params(config, params, quantized)
+    (trunk, layer), _ = split_modules(config, quantized)
+    decoder = Decoder(config, trunk, layer, platform, attention, kv_dtype, quantized)
+    return decoder, {name: _stored(name, leaf, platform) for name, leaf in params.items()}
 
 
 def forward(
@@ -102,10 +106,11 @@ def forward(
 
     Row c of the logits belongs to ``batch.logits_indices[c]``; padding rows hold numbers
     without meaning. ``leaves`` come from :func:`build`, or are the parameters of a trainer:
-    a flat dict of the same names. Pure, so it can be jitted, scanned and looped; donate
-    ``kv`` to have it updated in place.
+    a flat dict of the same names (for a decoder of int8 weights, through ``quantize``). Pure,
+    so it can be jitted, scanned and looped; donate ``kv`` to have it updated in place.
     """
     config = decoder.config
+    _check_layout(decoder, leaves)
     spec = _spec(decoder, kv, block_size)
     kv = kv_cache.copy_blocks(
         kv, batch.copy_src, batch.copy_dst, batch.num_copies, num_layers=config.num_layers
@@ -178,8 +183,21 @@ def _stored(name: str, leaf: Any, platform: str) -> Any:
     return jax.device_put(np.asarray(leaf).view(np.uint16), may_alias=True)
 
 
-def _check_params(config: ModelConfig, params: Mapping[str, Any]) -> None:
-    shapes = parameter_shapes(config)
+def _check_layout(decoder: Decoder, leaves: Leaves) -> None:
+    """Raises ValueError if only one of the two is quantised."""
+    dtype = leaves["embed.weight"].dtype
+    if (dtype == jnp.int8) != decoder.quantized:
+        wanted, remedy = (
+            ("int8", "quantize") if decoder.quantized else ("floating", "do not quantize")
+        )
+        raise ValueError(
+            f"parameter 'embed.weight' is {dtype}, but this decoder was built for {wanted} "
+            f"weights: {remedy} them, or build another decoder."
+        )
+
+
+def _check_params(config: ModelConfig, params: Mapping[str, Any], quantized: bool) -> None:
+    shapes = parameter_shapes(config, quantized=quantized)
     for name in params:
         if name not in shapes:
             raise ValueError(f"parameter {name!r} is not one of this model; remove it.")
@@ -195,15 +213,21 @@ def _check_params(config: ModelConfig, params: Mapping[str, Any]) -> None:
 
 
 def _check_dtypes(params: Mapping[str, Any]) -> None:
-    weights = params["embed.weight"].dtype
-    if jnp.dtype(weights).name not in _WEIGHT_DTYPES:
+    weights = jnp.dtype(params["embed.weight"].dtype)
+    if weights.name not in _WEIGHT_DTYPES:
         raise ValueError(
-            f"parameter 'embed.weight' is {weights}: weights must be {' or '.join(_WEIGHT_DTYPES)}."
+            f"parameter 'embed.weight' is {weights}: weights must be {', '.join(_WEIGHT_DTYPES)}."
         )
     for name, leaf in params.items():
-        needed = jnp.dtype(jnp.float32) if name.endswith("norm.weight") else weights
+        needed = _needed_dtype(name, weights)
         if leaf.dtype != needed:
             raise ValueError(
                 f"parameter {name!r} is {leaf.dtype}, but must be {needed}: norms are float32, "
-                f"all others have the type of 'embed.weight'; cast it."
+                f"matrices have the type of 'embed.weight', and so have biases, but for int8, "
+                f"where biases and scales are float32; cast it."
             )
+
+
+def _needed_dtype(name: str, weights: jnp.dtype) -> jnp.dtype:
+    stays_float32 = name.endswith("norm.weight") or (weights == jnp.int8 and not is_matrix(name))
+    return jnp.dtype(jnp.float32) if stays_float32 else weights

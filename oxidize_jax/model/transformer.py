@@ -18,22 +18,28 @@ from flax import nnx
 from jax import lax
 
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.quantize import dequantize_rows, quantize_rows
 
 LAYERS = "layers."
 """Prefix of the parameters that are stacked over layers."""
+
+_BY_ROWS = (((1,), (1,)), ((), ()))
+"""Dimension numbers of ``x @ weight.T``."""
 
 Mix = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``mix(q, k, v, kv) -> (f32[T, H, D], kv)``: put k and v in the cache, attend from q."""
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of ``config``, as one flat tree.
 
     Matrices are ``[out, in]``, as Hugging Face stores them, so that loading is a stack
     and not a transpose. Parameters of the layers carry a leading axis ``L``: the
-    forward pass scans over it. ``lm_head.weight`` exists only for an untied head.
+    forward pass scans over it. ``lm_head.weight`` exists only for an untied head. With
+    ``quantized``, every matrix ``x.weight`` has a ``x.scale`` with one number for each of
+    its rows, as :func:`~oxidize_jax.model.quantize.quantize` makes them.
     """
-    trunk, layer = split_modules(config)[1]
+    trunk, layer = split_modules(config, quantized)[1]
     shapes = {name: tuple(leaf.shape) for name, leaf in flat(trunk).items()}
     for name, leaf in flat(layer).items():
         shapes[LAYERS + name] = (config.num_layers, *leaf.shape)
@@ -42,11 +48,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @cache
 def split_modules(
-    config: ModelConfig,
+    config: ModelConfig, quantized: bool = False
 ) -> tuple[tuple[nnx.GraphDef, nnx.GraphDef], tuple[nnx.State, nnx.State]]:
     """Structure and abstract parameters of the trunk and of one layer, each split once."""
-    trunk = nnx.eval_shape(lambda: Trunk(config))
-    layer = nnx.eval_shape(lambda: Layer(config))
+    trunk = nnx.eval_shape(lambda: Trunk(config, quantized))
+    layer = nnx.eval_shape(lambda: Layer(config, quantized))
     (trunk_graph, trunk_state), (layer_graph, layer_state) = nnx.split(trunk), nnx.split(layer)
     return (trunk_graph, layer_graph), (trunk_state, layer_state)
 
@@ -73,16 +79,16 @@ def merge(graph: nnx.GraphDef, leaves: dict[str, jax.Array]) -> Any:
 class Trunk(nnx.Module):
     """What comes before and after the layers: embedding, final norm, head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self.embed = Matrix(*shape)
+        self.embed = Matrix(*shape, quantized=quantized)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else Matrix(*shape)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Matrix(*shape, quantized=quantized)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """``i32[T] -> f32[T, E]``"""
-        rows = self.embed.weight[...].at[token_ids].get(mode="clip")
-        return rows.astype(jnp.float32)
+        return self.embed.rows(token_ids)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """``f32[C, E] -> f32[C, V]``"""
@@ -93,19 +99,19 @@ class Trunk(nnx.Module):
 class Layer(nnx.Module):
     """Attention and a gated MLP, each on a normed copy of the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
         self.config = config
         e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
         q, kv = config.num_heads * d, config.num_kv_heads * d
         self.input_norm = RMSNorm(e, config.rms_norm_eps)
-        self.q = Matrix(q, e, bias=config.attention_bias)
-        self.k = Matrix(kv, e, bias=config.attention_bias)
-        self.v = Matrix(kv, e, bias=config.attention_bias)
-        self.o = Matrix(e, q, bias=config.attention_bias)
+        self.q = Matrix(q, e, bias=config.attention_bias, quantized=quantized)
+        self.k = Matrix(kv, e, bias=config.attention_bias, quantized=quantized)
+        self.v = Matrix(kv, e, bias=config.attention_bias, quantized=quantized)
+        self.o = Matrix(e, q, bias=config.attention_bias, quantized=quantized)
         self.post_norm = RMSNorm(e, config.rms_norm_eps)
-        self.gate = Matrix(f, e, bias=config.mlp_bias)
-        self.up = Matrix(f, e, bias=config.mlp_bias)
-        self.down = Matrix(e, f, bias=config.mlp_bias)
+        self.gate = Matrix(f, e, bias=config.mlp_bias, quantized=quantized)
+        self.up = Matrix(f, e, bias=config.mlp_bias, quantized=quantized)
+        self.down = Matrix(e, f, bias=config.mlp_bias, quantized=quantized)
 
     def __call__(
         self, x: jax.Array, kv: jax.Array, rotation: jax.Array, mix: Mix
@@ -128,24 +134,47 @@ class Matrix(nnx.Module):
     Inputs are rounded to the weight's type: bfloat16 weights mean bfloat16 products with
     float32 sums, the fast path of every platform. Float32 weights mean exact float32, also
     where the default precision of a float32 product would be less (TPU, and GPU's tf32).
+
+    ``quantized`` weights are int8 with a scale for each output. Inputs are then rounded to
+    int8 with a scale for each token, found from that token alone: what a token gets does not
+    depend on which others are in the batch. Products are summed in int32, hence exactly.
     """
 
-    def __init__(self, out: int, inner: int, *, bias: bool = False) -> None:
-        self.weight = nnx.Param(jnp.zeros((out, inner), jnp.float32))
+    def __init__(
+        self, out: int, inner: int, *, bias: bool = False, quantized: bool = False
+    ) -> None:
+        dtype = jnp.int8 if quantized else jnp.float32
+        self.weight = nnx.Param(jnp.zeros((out, inner), dtype))
+        self.scale = nnx.Param(jnp.zeros((out,), jnp.float32)) if quantized else None
         self.bias = nnx.Param(jnp.zeros((out,), jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``f32[T, in] -> f32[T, out]``"""
+        y = self._dot(x) if self.scale is None else self._int8_dot(x, self.scale[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        """Rows of the weight, ``i32[T] -> f32[T, in]``; an index past the end is the last."""
+        rows = self.weight[...].at[index].get(mode="clip")
+        if self.scale is None:
+            return rows.astype(jnp.float32)
+        return dequantize_rows(rows, self.scale[...].at[index].get(mode="clip"))
+
+    def _dot(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        y = lax.dot_general(
+        return lax.dot_general(
             x.astype(weight.dtype),
             weight,
-            (((1,), (1,)), ((), ())),
+            _BY_ROWS,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+    def _int8_dot(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        rows, row_scale = quantize_rows(x)
+        total = lax.dot_general(rows, self.weight[...], _BY_ROWS, preferred_element_type=jnp.int32)
+        return total.astype(jnp.float32) * row_scale[:, None] * scale
 
 
 class RMSNorm(nnx.Module):

@@ -15,6 +15,8 @@ from oxidize_jax import progress
 from oxidize_jax.checkpoints.errors import CheckpointError
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.functional import build
+from oxidize_jax.model.quantize import quantize
 from oxidize_jax.model.transformer import parameter_shapes
 
 
@@ -28,11 +30,28 @@ def test_loads_the_tree_that_the_model_asks_for(tmp_path, config, dtype):
         assert values.dtype == (jnp.float32 if norm else jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int8, "float64"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.uint8, "float64"])
 def test_other_target_types_are_refused(tmp_path, config, dtype):
     path = write_gguf(tmp_path / "m.gguf", config, random_params(config))
-    with pytest.raises(ValueError, match=r"dtype=.*float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype=.*float32, bfloat16 or int8"):
         load_checkpoint(path, dtype)
+
+
+@pytest.mark.parametrize("write", [write_gguf, write_hf_folder])
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_is_what_quantize_makes_of_float32(tmp_path, config, write, tied):
+    """Row by row in numpy while loading, or layer by layer in JAX afterwards: the same bits."""
+    biases = {"attention_bias": True, "mlp_bias": True} if write is write_hf_folder else {}
+    config = dataclasses.replace(config, tie_word_embeddings=tied, **biases)
+    path = write(tmp_path / "m.gguf", config, random_params(config))
+    loaded = load_checkpoint(path, jnp.int8).params
+    assert {n: v.shape for n, v in loaded.items()} == parameter_shapes(config, quantized=True)
+    expected = quantize(load_checkpoint(path).params)
+    assert loaded.keys() == expected.keys()
+    for name, values in expected.items():
+        assert loaded[name].dtype == values.dtype
+        np.testing.assert_array_equal(loaded[name], values)
+    build(config, loaded)
 
 
 def test_parameters_are_placed_one_by_one_as_they_are_read(tmp_path, config):

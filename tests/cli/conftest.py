@@ -17,6 +17,7 @@ model = "{model}"
 
 [engine]
 max_model_len = 64
+dtype = "float32"
 max_num_seqs = 4
 max_num_batched_tokens = 32
 block_size = 4

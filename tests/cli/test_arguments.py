@@ -15,10 +15,11 @@ import pytest
 
 from oxidize_jax import __version__, cli
 from oxidize_jax.cli import BROKEN_PIPE, generate, main, models
-from oxidize_jax.cli.parser import DTYPES, POLICIES, parse, sampling_params
+from oxidize_jax.cli.parser import DTYPES, KV_DTYPES, POLICIES, parse, sampling_params
 from oxidize_jax.cli.prompts import read_prompts
 from oxidize_jax.config import POLICIES as ALL_POLICIES
 from oxidize_jax.options import DTYPES as ALL_DTYPES
+from oxidize_jax.options import KV_DTYPES as ALL_KV_DTYPES
 from oxidize_jax.options import Options
 from oxidize_jax.sampling.params import SamplingParams
 
@@ -151,6 +152,7 @@ def test_every_option_and_parameter_is_an_argument():
         for field in dataclasses.fields(cls):
             assert field.name in args or field.name in not_needed
     assert DTYPES == ALL_DTYPES
+    assert KV_DTYPES == ALL_KV_DTYPES
     assert POLICIES == ALL_POLICIES
 
 

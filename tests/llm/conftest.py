@@ -6,6 +6,7 @@ from tiny_model import write_tiny_model
 from oxidize_jax import LLM
 
 SIZES = {
+    "dtype": "float32",
     "max_model_len": 64,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
