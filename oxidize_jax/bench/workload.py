@@ -101,7 +101,7 @@ def _item(path: Path, index: int, entry: Any) -> Item:
     ids, count = entry.get("prompt_token_ids"), entry.get("max_tokens")
     if not isinstance(ids, list) or not ids or not all(_is_whole(i, 0) for i in ids):
         raise ValueError(f"{where}: prompt_token_ids must be a list of token ids, at least one.")
-    if not _is_whole(count, 1):
+    if count is None or not _is_whole(count, 1):
         raise ValueError(f"{where}: max_tokens={count!r}: must be a whole number, 1 or more.")
     return Item(tuple(ids), count)
 
