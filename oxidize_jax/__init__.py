@@ -10,10 +10,18 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "GenerateConfig",
+    "Generated",
+    "Prompts",
     "RequestOutput",
+    "Sampling",
     "SamplingParams",
     "StreamDelta",
     "__version__",
+    "compact_prompts",
+    "generate",
+    "pad_prompts",
+    "request_keys",
 ]
 
 _HOMES = {
@@ -23,10 +31,26 @@ _HOMES = {
     "RequestOutput": "oxidize_jax.outputs",
     "CompletionOutput": "oxidize_jax.outputs",
     "StreamDelta": "oxidize_jax.outputs",
+    "generate": "oxidize_jax.engine.generate",
+    "GenerateConfig": "oxidize_jax.engine.generate",
+    "Generated": "oxidize_jax.engine.generate",
+    "Prompts": "oxidize_jax.engine.inputs",
+    "Sampling": "oxidize_jax.engine.inputs",
+    "compact_prompts": "oxidize_jax.engine.inputs",
+    "pad_prompts": "oxidize_jax.engine.inputs",
+    "request_keys": "oxidize_jax.engine.inputs",
 }
 
 if TYPE_CHECKING:
     from oxidize_jax.config import EngineConfig
+    from oxidize_jax.engine.generate import Generated, GenerateConfig, generate
+    from oxidize_jax.engine.inputs import (
+        Prompts,
+        Sampling,
+        compact_prompts,
+        pad_prompts,
+        request_keys,
+    )
     from oxidize_jax.llm import LLM
     from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
     from oxidize_jax.sampling.params import SamplingParams

@@ -1,0 +1,430 @@
+"""generate: the whole engine as one pure function, alone, in a loop and beside a training step."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fake_model import VOCAB, FakeModel, quick_jit, solo
+from write_checkpoints import random_params
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.engine import Engine
+from oxidize_jax.engine.generate import REFUSED, GenerateConfig, _generate, generate
+from oxidize_jax.engine.inputs import (
+    Prompts,
+    Sampling,
+    check_sampling,
+    compact_prompts,
+    pad_prompts,
+    request_keys,
+)
+from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.functional import build
+from oxidize_jax.sampling.keys import child_key, key_data_from_seed
+from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
+
+W, N_SEQS = 8, 3
+SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "prefill_tile": 4}
+TIGHT = GenerateConfig(
+    FakeModel(), W, num_return_sequences=N_SEQS, num_blocks=7, pad_token_id=-100, **SIZES
+)
+"""Rows for 2 of 18 sequences, and a pool that two long ones outgrow. Prompts are padded to 30."""
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 60], [3] * 13, [3] * 14, [1], [5, 6, 7, 8] * 3]
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """``run(prompts, **sampling)``: all calls in one program, which is traced once."""
+    run = functools.partial(run_tight, one_program())
+    yield run
+    chex.clear_trace_counter()
+
+
+def one_program():
+    traced = chex.assert_max_traces(lambda *args: generate(None, *args, TIGHT), n=1)
+    return quick_jit(traced)
+
+
+def run_tight(program, prompts, guard="allow", **sampling):
+    if not isinstance(prompts, Prompts):
+        prompts = pad_prompts(prompts, vocab_size=VOCAB, width=30)
+    defaults = {"stop_token_ids": [-1, -1], "max_new_tokens": W, "min_new_tokens": 0}
+    shapes = {"stop_token_ids": (6, 2), "max_new_tokens": (6,), "min_new_tokens": (6,)}
+    arrays = {
+        name: jnp.broadcast_to(jnp.array((defaults | sampling)[name], jnp.int32), shape)
+        for name, shape in shapes.items()
+    }
+    given = Sampling(
+        KEY, temperature=jnp.float32(0), top_k=jnp.int32(0), top_p=jnp.float32(1), **arrays
+    )
+    with jax.transfer_guard(guard):
+        return jax.block_until_ready(program(prompts, given))
+
+
+def sequences(out, prompt):
+    """Tokens of every sequence of a prompt, with what stands behind their end cut off."""
+    return [
+        row[:length].tolist()
+        for row, length in zip(out.tokens[prompt], out.lengths[prompt], strict=True)
+    ]
+
+
+def expected(prompt, count=W, **options):
+    return [solo(prompt, count, **options)[len(prompt) :]] * N_SEQS
+
+
+def test_every_sequence_is_the_same_as_alone(tight):
+    out = jax.device_get(tight(PROMPTS))
+    for i, prompt in enumerate(PROMPTS):
+        assert sequences(out, i) == expected(prompt)
+    assert (out.finish_reasons == LENGTH).all()
+    totals = out.totals
+    # It was not all too easy.
+    assert totals.preemptions > 0
+    assert totals.preemptions == out.num_preemptions.sum()
+    assert totals.forked_tokens > 0
+    assert totals.cached_tokens > 0
+    assert totals.copies > 0
+    assert out.num_cached[1, :2].tolist() == [4, 0]
+    assert totals.generated_tokens == out.lengths.sum()
+
+
+def test_stop_ids_lengths_and_padding(tight):
+    whole = [solo(prompt, W)[len(prompt) :] for prompt in PROMPTS]
+    stops = [[whole[0][2], -1], [-1, whole[1][0]], [-1, -1], [-1, -1], [96, 96], [whole[5][3], 0]]
+    most = [W, W, 1, 100, 3, W]
+    least = [0, 2, 0, 0, 0, 6]
+    out = tight(PROMPTS, stop_token_ids=stops, max_new_tokens=most, min_new_tokens=least)
+    for i, prompt in enumerate(PROMPTS):
+        known = [token for token in stops[i] if token >= 0]
+        want = expected(prompt, min(most[i], W), stop_ids=known, min_tokens=least[i])
+        assert sequences(out, i) == want
+        stopped = STOPPED if want[0][-1] in known else LENGTH
+        assert out.finish_reasons[i].tolist() == [stopped] * N_SEQS
+    assert sequences(out, 0)[0] == whole[0][:3]
+    place = np.arange(W)
+    chex.assert_trees_all_equal(out.mask, place < np.asarray(out.lengths)[..., None])
+    assert (np.asarray(out.tokens) == -100).sum() == (~out.mask).sum()
+    assert ((np.asarray(out.logprobs) < 0) == out.mask).all()
+
+
+def test_what_can_never_run_is_refused_and_disturbs_nobody(tight):
+    good = pad_prompts(PROMPTS, vocab_size=VOCAB, width=30)
+    tokens = good.tokens.at[5, 3].set(VOCAB).at[4, 1:].set(VOCAB)
+    # None, one that the pool of 28 cannot hold, too many, a negative number.
+    for bad in (0, 29, 31, -5):
+        lengths = good.lengths.at[2].set(bad)
+        most = [W, W, W, 0, W, W]
+        out = tight(Prompts(tokens, lengths), max_new_tokens=most)
+        reasons = [LENGTH, LENGTH, REFUSED, LENGTH, LENGTH, REFUSED]
+        assert out.finish_reasons.tolist() == [[reason] * N_SEQS for reason in reasons]
+        for i in (2, 3, 5):
+            assert sequences(out, i) == [[]] * N_SEQS
+        for i in (0, 1, 4):
+            assert sequences(out, i) == expected(PROMPTS[i])
+
+
+def test_all_refused_is_no_step(tight):
+    good = pad_prompts(PROMPTS, vocab_size=VOCAB, width=30)
+    out = tight(Prompts(good.tokens, jnp.zeros_like(good.lengths)))
+    assert (out.finish_reasons == REFUSED).all()
+    assert out.totals.steps == 0
+
+
+def test_one_that_outgrows_the_pool_ends_with_what_it_has(tight):
+    prompts = [*PROMPTS[:5], list(range(24))]
+    out = tight(prompts)
+    assert (out.finish_reasons[5] == POOL_EXHAUSTED).all()
+    for tokens in sequences(out, 5):
+        assert tokens == expected(prompts[5])[0][: len(tokens)]
+        assert 4 <= len(tokens) < W
+    assert (out.finish_reasons[:5] == LENGTH).all()
+
+
+def test_nothing_passes_between_host_and_device(tight):
+    want = tight(PROMPTS)
+    chex.assert_trees_all_equal(tight(PROMPTS, guard="disallow"), want)
+
+
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+REAL_PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 11, 3], [4], [9, 9, 2]]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return build(MODEL, jax.tree.map(jnp.asarray, random_params(MODEL)))
+
+
+@pytest.fixture(scope="module")
+def train(decoder):
+    """``train(params, sampling)``: two steps, ``(what each generated, its parameters)``.
+
+    Half of the sequences wait for a row.
+    """
+    prompts = pad_prompts(REAL_PROMPTS, vocab_size=61, width=8)
+    config = GenerateConfig(decoder[0], 6, num_return_sequences=2, num_logprobs=2, **SIZES)
+    optimizer = optax.sgd(30.0)
+
+    def loss(params, sampling):
+        out = generate(params, prompts, sampling, config)
+        embedded = params["embed.weight"][out.tokens]
+        # Through the generation itself no gradient flows.
+        return jnp.mean(
+            embedded * out.mask[..., None].astype(jnp.float32)
+        ) + out.logprobs.sum(), out
+
+    def two_steps(params, sampling):
+        def step(carry, _):
+            params, optimizer_state = carry
+            grads, out = jax.grad(loss, has_aux=True)(params, sampling)
+            updates, optimizer_state = optimizer.update(grads, optimizer_state)
+            return (optax.apply_updates(params, updates), optimizer_state), (out, params)
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), length=2)[1]
+
+    program = quick_jit(two_steps)
+
+    def run(temperature, most=(6,) * 4):
+        sampling = Sampling(
+            KEY,
+            jnp.float32(temperature),
+            max_new_tokens=jnp.array(most, jnp.int32),
+        )
+        return jax.device_get(program(decoder[1], sampling))
+
+    return run
+
+
+def by_sequence(outs, step):
+    """What one step generated, ``[8, ...]``."""
+    outs = dataclasses.replace(outs, totals=None)
+    return jax.tree.map(lambda x: x[step].reshape(8, *x.shape[3:]), outs)
+
+
+def on_the_host(model, params, temperature):
+    """Updates of every sequence, from the host engine, in other sizes."""
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "max_num_requests": 4}
+    config = EngineConfig(max_model_len=32, num_blocks=12, prefill_tile=4, **sizes)
+    engine = Engine(config, model, params, secret=0)
+    ids = []
+    keys = np.asarray(request_keys(KEY, 4, 2)).tolist()
+    for prompt, own in zip(REAL_PROMPTS, keys, strict=True):
+        request = EngineRequest(tuple(prompt), 6, temperature=temperature, num_logprobs=2)
+        ids += engine.add_group(request, [tuple(key) for key in own])
+    updates = {request_id: [] for request_id in ids}
+    while engine.num_unfinished:
+        for update in engine.step():
+            updates[update.request_id].append(update)
+    return [updates[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_training_loop_makes_what_the_host_engine_makes_of_each_steps_parameters(
+    decoder, train, temperature
+):
+    outs, used = train(temperature)
+    for step in range(2):
+        made = by_sequence(outs, step)
+        params = jax.tree.map(lambda x, step=step: jnp.asarray(x[step]), used)
+        for i, updates in enumerate(on_the_host(decoder[0], params, temperature)):
+            assert made.tokens[i].tolist() == [t for u in updates for t in u.token_ids]
+            logprobs = [value for u in updates for value in u.logprobs]
+            np.testing.assert_allclose(made.logprobs[i], logprobs, atol=1e-4)
+            top = np.array([pairs for u in updates for pairs in u.top_logprobs])
+            assert made.top_ids[i].tolist() == top[..., 0].tolist()
+            np.testing.assert_allclose(made.top_logprobs[i], top[..., 1], atol=1e-4)
+            assert updates[-1].finish_reason == "length"
+    moved = jax.tree.map(lambda x: bool((x[0] != x[1]).any()), used)
+    assert [name for name, has in moved.items() if has] == ["embed.weight"]
+    assert (outs.tokens[0] != outs.tokens[1]).any()
+
+
+def test_a_sampled_sequence_is_the_same_alone(train):
+    together = train(0.9)[0]
+    assert len({tuple(row) for row in together.tokens[0].reshape(8, 6).tolist()}) == 8
+    for i in range(4):
+        alone = train(0.9, most=np.where(np.arange(4) == i, 6, 0))[0]
+        assert alone.lengths[0].tolist() == [[6 * (i == j)] * 2 for j in range(4)]
+        assert alone.tokens[0, i].tolist() == together.tokens[0, i].tolist()
+        np.testing.assert_allclose(alone.logprobs[0, i], together.logprobs[0, i], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_called_as_it_is_it_is_compiled_once(decoder):
+    model, params = decoder
+    config = GenerateConfig(model, 3, **SIZES)
+    prompts = pad_prompts(REAL_PROMPTS, vocab_size=61)
+    out = generate(params, prompts, Sampling(KEY, 0), config)
+    assert out.lengths.tolist() == [[3]] * 4
+    before = _generate._cache_size()
+    generate(params, prompts, Sampling(jax.random.key(9), 1.5, 7, 0.5, 3, 2), config)
+    shorter = Prompts(prompts.tokens + 1, jnp.maximum(prompts.lengths - 1, 1))
+    sampling = Sampling(KEY, jnp.float32(1), 3, max_new_tokens=jnp.int32(1))
+    other = generate(jax.tree.map(jnp.negative, params), shorter, sampling, config)
+    assert other.lengths.tolist() == [[1]] * 4
+    assert _generate._cache_size() == before
+
+
+def test_numbers_of_any_kind_are_arrays_of_one_type():
+    kinds = [
+        Sampling(KEY, 0, 0, 1, 5, 0, [1, 2]),
+        Sampling(KEY, 0.5, np.int64(3), np.float64(0.5), None, 2, np.array([[3, -1]])),
+        Sampling(
+            KEY, jnp.float32(1), jnp.int8(1), jnp.bfloat16(1), stop_token_ids=jnp.array([4, 5])
+        ),
+    ]
+    first, *rest = (jax.tree.map(jax.typeof, check_sampling(k, 3, VOCAB)) for k in kinds)
+    for other in rest:
+        assert other == first
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_the_program_makes_the_cache_once_and_never_copies_it(dtype):
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, random_params(MODEL)))
+    params = {
+        name: leaf
+        if name.endswith("norm.weight")
+        else jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))
+        for name, leaf in shapes.items()
+    }
+    model, _ = build(MODEL, params, kv_dtype=dtype)
+    config = GenerateConfig(model, 4, num_blocks=16384, **{**SIZES, "block_size": 16})
+    prompts = pad_prompts([[1], [2], [3]], vocab_size=61, width=8)
+    # The parameters are a trainer's own, traced.
+    program = jax.jit(lambda *args: generate(*args, config))
+    compiled = program.lower(params, prompts, Sampling(KEY)).compile()
+    kv = jax.eval_shape(lambda: model.init_kv(16384, 16))
+    shape = ",".join(map(str, kv.shape))
+    text = compiled.as_text()
+    assert re.search(rf"= \w+\[{shape}\]\S* broadcast\(", text), "the cache is not in the program"
+    assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|convert|bitcast-convert)\(", text)
+    kv_bytes = kv.size * kv.dtype.itemsize
+    assert kv_bytes < compiled.memory_analysis().temp_size_in_bytes < 1.2 * kv_bytes
+
+
+def test_a_prompt_has_the_same_key_in_any_batch():
+    keys = request_keys(KEY, 5, 3)
+    chex.assert_trees_all_equal(request_keys(KEY, 2, 2), keys[:2, :2])
+    assert len({tuple(key) for key in np.asarray(keys).reshape(-1, 2).tolist()}) == 15
+    chex.assert_trees_all_equal(
+        keys[:, 0],
+        jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(5))),
+    )
+    chex.assert_trees_all_equal(request_keys(jax.random.PRNGKey(3), 5, 3), keys)
+
+
+def test_keys_of_their_own_are_those_of_seeds():
+    seeds = [7, 2**40 + 1]
+    keys = request_keys(np.stack([key_data_from_seed(seed) for seed in seeds]), 2, 3)
+    want = [[child_key(seed, child) for child in range(3)] for seed in seeds]
+    chex.assert_trees_all_equal(keys, np.array(want))
+
+
+def test_prompts_padded_anywhere():
+    tokens = jnp.array([[0, 0, 5, 6], [7, 8, 0, 0], [0, 3, 0, 4], [0, 0, 0, 0]], jnp.int32)
+    mask = jnp.array([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]], jnp.int32)
+    for given in (mask, mask == 1):
+        prompts = compact_prompts(tokens, given)
+        assert prompts.lengths.tolist() == [2, 2, 2, 0]
+        assert prompts.tokens[:3, :2].tolist() == [[5, 6], [7, 8], [3, 4]]
+
+
+def test_prompts_of_about_one_length_have_one_width():
+    assert pad_prompts([[1] * 3, [2] * 15], vocab_size=9).tokens.shape == (2, 16)
+    assert pad_prompts([[1] * 17], vocab_size=9).tokens.shape == (1, 32)
+    assert pad_prompts(np.ones((2, 3), np.int64), vocab_size=9, width=3).tokens.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts is empty"),
+        ([[1], []], r"prompts\[1\] has 0 tokens"),
+        ([[1], [2, 9]], r"prompts\[1\]\[1\]=9: token ids must be in 0 to 8"),
+        ([[1], [2, 1.5]], r"prompts\[1\]\[1\]=1.5: token ids must be whole"),
+        ([[1] * 5, [1] * 3], r"prompts\[0\] has 5 tokens, but width=4"),
+        ([1, 2], r"prompts\[0\]=1: must be a list"),
+        (["ab"], r"prompts\[0\]='ab': must be a list"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused_on_the_host(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        pad_prompts(prompts, vocab_size=9, width=4)
+
+
+def call(prompts=None, key=KEY, model=None, params=None, **sampling):
+    prompts = pad_prompts([[1], [2]], vocab_size=VOCAB, width=4) if prompts is None else prompts
+    config = GenerateConfig(model or FakeModel(), 4, **SIZES)
+    sampling = Sampling(key, **sampling)
+    return jax.eval_shape(lambda params: generate(params, prompts, sampling, config), params)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "temperature=-1: must be from 0"),
+        ({"temperature": float("nan")}, "temperature=nan: must be from 0"),
+        ({"top_p": 1.5}, "top_p=1.5: must be from 0 to 1"),
+        ({"top_k": 2.5}, "top_k is float64: must be whole numbers"),
+        ({"top_k": jnp.ones((), jnp.float32)}, "top_k is float32: must be whole numbers"),
+        ({"temperature": "hot"}, "temperature is <U3: must be numbers"),
+        ({"max_new_tokens": [1, 2, 3]}, r"max_new_tokens has shape \[3\]: .* 2, one for each"),
+        ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids=\[{VOCAB}\]: must be from .* to 96"),
+        ({"stop_token_ids": [[1]] * 3}, r"stop_token_ids has shape \[3, 1\]"),
+        ({"key": jax.random.key(0, impl="rbg")}, r"key has data uint32\[4\]"),
+        ({"key": jnp.zeros((3, 2), jnp.uint32)}, r"key has data uint32\[3, 2\]: .* 2, one"),
+        ({"prompts": (jnp.ones((2,), jnp.int32),) * 2}, r"prompts.tokens is int32\[2\]"),
+        ({"prompts": (jnp.ones((2, 3)), jnp.ones((2,), jnp.int32))}, "prompts.tokens is float32"),
+        ({"prompts": (jnp.ones((2, 3), jnp.int32), jnp.ones((3,), jnp.int32))}, "one length for"),
+        ({"prompts": (jnp.ones((0, 3), jnp.int32), jnp.ones((0,), jnp.int32))}, "at least one row"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, message):
+    with pytest.raises(ValueError, match=message):
+        call(**given)
+
+
+def test_parameters_of_another_model_are_refused(decoder):
+    model, params = decoder
+    with pytest.raises(ValueError, match=r"'final_norm.weight' .* is missing|missing; add it"):
+        call(model=model, params={k: v for k, v in params.items() if "norm" not in k})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be a whole number of at least 1"),
+        ({"num_return_sequences": True}, "num_return_sequences=True"),
+        ({"num_logprobs": -1}, "num_logprobs=-1"),
+        ({"pad_token_id": 1.5}, "pad_token_id=1.5"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GenerateConfig(FakeModel(), **({"max_new_tokens": 4} | sizes))
+
+
+def test_sizes_follow_from_the_prompts(decoder):
+    config = GenerateConfig(decoder[0], 100, num_return_sequences=4)
+    engine = config.engine_config(num_prompts=3, prompt_width=28)
+    assert (engine.max_num_requests, engine.max_num_seqs) == (12, 12)
+    assert (engine.max_model_len, engine.num_blocks) == (128, 12 * 8)
+    # No further than the model was made for.
+    assert config.engine_config(100, 2000).max_model_len == MODEL.max_position_embeddings
+    assert config.engine_config(100, 2000).max_num_seqs == 64
