@@ -43,7 +43,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from oxidize_jax.config import EngineConfig
-    from oxidize_jax.engine.generate import Generated, GenerateConfig, generate
+    from oxidize_jax.engine.generate import GenerateConfig, Generated, generate
     from oxidize_jax.engine.inputs import (
         Prompts,
         Sampling,

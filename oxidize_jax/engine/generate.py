@@ -155,7 +155,8 @@ def generate(
     Pure: it may be called as it is (it is jitted, and compiles once for each ``config`` and
     shape of prompts), or inside ``jit``, ``scan`` or a training step, with parameters that
     are traced. A sequence depends on its prompt, key and parameters alone, and not on what
-    runs beside it. Not differentiable: gradients stop at ``params``. Nothing is donated.
+    runs beside it, but for rounding: a step of another shape may add up in another order.
+    Not differentiable: gradients stop at ``params``. Nothing is donated.
 
     Args:
       params: what ``config.model`` reads. For a Decoder, the leaves that
