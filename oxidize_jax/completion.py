@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oxidize_jax.engine.engine import RequestUpdate
+from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.outputs import CompletionOutput, Logprob, StreamDelta
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.text.detokenizer import IncrementalDetokenizer

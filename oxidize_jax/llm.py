@@ -21,10 +21,10 @@ from oxidize_jax.engine.engine import (
     STEPS_PER_DISPATCH,
     Engine,
     EngineStepError,
-    RequestUpdate,
 )
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.options import Options, cache_dtype, engine_config, load_options, weight_dtype

@@ -3,15 +3,27 @@
 It holds the state, feeds it from an unbounded host queue through the request slots, runs
 the step program, and reads new tokens back once per dispatch. It knows token ids only;
 text belongs to :mod:`oxidize_jax.llm`.
+
+The device does not wait for the host: a run is dispatched before the one before it is read::
+
+    device   | run 1 | run 2          | run 3          | run 4
+    host     |       | read 1, text 1 | read 2, text 2 | ...
+                 dispatch 3 ^     dispatch 4 ^
+
+So the host is one run behind. What it does to a request takes effect in the order in which
+it was done, after the run that is under way; a slot is given to the next request once the
+host has *seen* its request end.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import heapq
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,43 +33,33 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.recorder import NoRecorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
-from oxidize_jax.engine.step import EngineState, Model, Params, init_state
+from oxidize_jax.engine.step import EngineState, Model, Params
+from oxidize_jax.engine.updates import FINISH_REASONS as FINISH_REASONS
+from oxidize_jax.engine.updates import RequestUpdate as RequestUpdate
+from oxidize_jax.engine.updates import Running, news
+from oxidize_jax.engine.warmup import CompileCounter
 from oxidize_jax.scheduler import invariants, stats
 from oxidize_jax.scheduler.fork import Fork
-from oxidize_jax.scheduler.state import (
-    ABORTED,
-    FINISHED,
-    LENGTH,
-    NO_TOKEN,
-    POOL_EXHAUSTED,
-    STOPPED,
-)
+from oxidize_jax.scheduler.state import FINISHED, NO_TOKEN
 from oxidize_jax.scheduler.stats import StepStats
 from oxidize_jax.scheduler.submit import NewRequest
 
-FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", ABORTED: "abort", POOL_EXHAUSTED: "length"}
-"""Finish reasons as OpenAI and vLLM name them."""
-STEPS_PER_DISPATCH = 16
+STEPS_PER_DISPATCH = programs.WINDOW
 """Most steps that the device makes before the host looks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestUpdate:
-    """What one dispatch added to a request."""
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
-    """For each token its likeliest alternatives ``(id, logprob)``, best first."""
-    finish_reason: str | None
-    pool_exhausted: bool
-    num_cached_tokens: int
-    num_preemptions: int
 
 
 class EngineStepError(RuntimeError):
     """A step failed. Requests that were running are lost; the engine itself goes on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatch:
+    """A run that has not been read."""
+
+    packed: jax.Array
+    """What :func:`~oxidize_jax.engine.programs.drain` made of its state."""
+    owners: tuple[int | None, ...]
+    """Request in each slot at the time; some slots may have other owners by now."""
 
 
 class Engine:
@@ -67,9 +69,11 @@ class Engine:
       config: sizes and policy.
       model: the static part of the model (see :class:`~oxidize_jax.engine.step.Model`).
       params: its arrays.
-      check_invariants: check every state that the host sees; slow, to hunt a fault.
+      check_invariants: check every state before the next run takes it, and wait for it to be
+        there; slow, to hunt a fault.
       secret: word that enters every block hash; drawn at random unless given.
-      recorder: is told every event, to write a trace that can be replayed.
+      recorder: is told every event, to write a trace that can be replayed. It waits for each
+        run; the events and their order are the same without it.
     """
 
     def __init__(
@@ -87,32 +91,57 @@ class Engine:
         self.params = params
         self._check = check_invariants
         self._secret = secrets.randbits(32) if secret is None else secret
+        self._compiles = CompileCounter()
         self.peak_blocks_used = 0
         """Most blocks that requests held in a step so far."""
+        self.step_stats: tuple[StepStats, ...] = ()
+        """Statistics of the steps that the last :meth:`step` read, in order."""
         self._ids = itertools.count()
         self._queue: list[tuple[int, int, EngineRequest, int | None]] = []
         self._unfinished: set[int] = set()
-        self._reset()
+        self._forget()
+        self._renew()
         self._recorder = recorder or NoRecorder()
         self._recorder.start(config, model.vocab_size, self.state.scheduler)
 
-    def _reset(self) -> None:
-        """A fresh device state. What had a slot is forgotten; the host queue stays."""
-        r = self.config.max_num_requests
+    def _forget(self) -> None:
+        """Drop the device state and what had a slot in it; the host queue stays."""
+        # What is done here can be done again, if Ctrl-C comes in the middle.
+        self._state: EngineState | None = None
         self._unfinished &= {request_id for _, request_id, _, _ in self._queue}
-        self.state: EngineState = init_state(self.config, self.model, self._secret)
-        self._slots: list[int | None] = [None] * r
-        self._requests: dict[int, tuple[int, EngineRequest]] = {}
-        self._cursor = np.zeros((r,), np.int32)
-        self._aborted_slots: list[int] = []
-        self.step_stats: tuple[StepStats, ...] = ()
-        """Statistics of the steps that the last :meth:`step` made, in order."""
+        self._slots: list[int | None] = [None] * self.config.max_num_requests
+        self._requests: dict[int, Running] = {}
+        self._aborted: list[tuple[int, int]] = []
+        self._in_flight: collections.deque[_Dispatch] = collections.deque()
+        self._news: list[RequestUpdate] = []
+        self._new_stats: list[StepStats] = []
         self._steps = 0
+
+    def _renew(self) -> None:
+        self._state = programs.start(self.config, self.model, np.uint32(self._secret))
+
+    @property
+    def state(self) -> EngineState:
+        """The state after all that has been dispatched; reading it waits for that."""
+        if self._state is None:
+            self._renew()
+        assert self._state is not None
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are waiting, queued or running."""
+        """Requests that are waiting, queued or running, or whose end is still to be told."""
         return len(self._unfinished)
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs that this process has compiled, or taken from its disk cache, since the
+        engine was made. It stands still once everything is warm."""
+        return self._compiles.count
 
     def has(self, request_id: int) -> bool:
         """Whether the request is still waiting, queued or running."""
@@ -134,9 +163,10 @@ class Engine:
         ids = []
         for key in keys:
             request_id = next(self._ids)
-            self._unfinished.add(request_id)
             one = dataclasses.replace(request, key=key)
+            # In this order: what only the queue knows counts as aborted.
             heapq.heappush(self._queue, (request.priority, request_id, one, parent))
+            self._unfinished.add(request_id)
             ids.append(request_id)
             parent = ids[0]
         return ids
@@ -144,31 +174,37 @@ class Engine:
     def fork(self, request_id: int, keys: Sequence[tuple[int, int]]) -> list[int] | None:
         """Let a running request go on several times, one for each key, from where it stands.
 
-        The children have its tokens so far, of which no update tells again, and share its
-        blocks. Returns their ids, or None where nothing was done: it is not on the device
-        (queued, finished, unknown), or there are fewer free request slots than keys. Raises
-        ValueError for keys that are none.
+        Waits for the run under way, whose news the next :meth:`step` tells. The children have
+        the tokens that :meth:`step` told of the parent before, so each is told the same news;
+        they share its blocks. Returns their ids, or None where nothing was done: it is not on
+        the device (queued, finished, unknown), or there are fewer free request slots than
+        keys. Raises ValueError for keys that are none.
         """
         check_keys(keys)
-        self._abort_slots()
-        entry = self._requests.get(request_id)
-        free = [slot for slot, owner in enumerate(self._slots) if owner is None]
-        if entry is None or request_id not in self._unfinished or len(free) < len(keys):
+        if request_id not in self._requests:
             return None
-        (slot, request), taken = entry, free[: len(keys)]
-        ids = [next(self._ids) for _ in keys]
-        event = self._fork_event(slot, taken, keys, ids)
-        scheduler, ok = programs.fork(self.config, self.state.scheduler, event)
-        self._update(scheduler)
-        if not ok:
-            return None
-        self._recorder.fork(event)
-        for child, key, child_slot in zip(ids, keys, taken, strict=True):
-            self._unfinished.add(child)
-            self._slots[child_slot] = child
-            self._requests[child] = (child_slot, dataclasses.replace(request, key=key))
-            self._cursor[child_slot] = self._cursor[slot]
-        return ids
+        with self._guarded():
+            self._send_aborts()
+            while self._in_flight:
+                self._read()
+            parent = self._requests.get(request_id)
+            free = [slot for slot, owner in enumerate(self._slots) if owner is None]
+            if parent is None or len(free) < len(keys):
+                return None
+            ids = [next(self._ids) for _ in keys]
+            event = self._fork_event(parent.slot, free[: len(keys)], keys, ids)
+            self._recorder.fork(event)
+            # All runs have been read: the parent is alive and the slots are free.
+            scheduler, _ = programs.fork(self.config, self.state.scheduler, event)
+            self._update(scheduler)
+            told = [update for update in self._news if update.request_id == request_id]
+            for child, key, slot in zip(ids, keys, free, strict=False):
+                self._unfinished.add(child)
+                self._slots[slot] = child
+                request = dataclasses.replace(parent.request, key=key)
+                self._requests[child] = Running(slot, request, parent.cursor)
+                self._news += [dataclasses.replace(update, request_id=child) for update in told]
+            return ids
 
     def _fork_event(
         self, parent: int, slots: list[int], keys: Sequence[tuple[int, int]], ids: list[int]
@@ -196,62 +232,94 @@ class Engine:
 
         Requests that run go on with the KV they have, and nobody else will share it.
         """
-        self._recorder.reset_prefix_cache()
-        self._update(programs.reset_prefix_cache(self.state.scheduler))
+        with self._guarded():
+            self._recorder.reset_prefix_cache()
+            self._update(programs.reset_prefix_cache(self.state.scheduler))
 
     def abort(self, request_id: int) -> bool:
         """Drop a request, queued or running. False if it is unknown or has finished.
 
-        Its blocks are free after the next :meth:`step`. It touches no device state, so a
-        garbage collector may call it at any moment, in the middle of a step too.
+        No update tells of it any more, and its blocks are free after the next :meth:`step`.
+        It touches no device state, so a garbage collector may call it at any moment, in the
+        middle of a step too.
         """
         if request_id not in self._unfinished:
             return False
         self._unfinished.discard(request_id)
         running = self._requests.pop(request_id, None)
         if running is not None:
-            self._aborted_slots.append(running[0])
+            self._aborted.append((running.slot, request_id))
         return True
 
     def step(self, max_steps: int = STEPS_PER_DISPATCH) -> list[RequestUpdate]:
-        """Let the device make up to ``max_steps`` steps; return what is new.
+        """Dispatch a run of up to ``max_steps`` steps; return what is new in the one before.
+
+        Where there is none before, two are dispatched and the first is read: a caller never
+        waits for nothing. Nothing is dispatched where nothing is left to do.
 
         Raises EngineStepError if a step fails; the state is then made anew, without the
         requests that were on the device.
         """
         if not 1 <= max_steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
-        try:
-            self._abort_slots()
-            self._fill_slots()
-            self._recorder.run(self.state.scheduler, max_steps)
-            self.state = programs.run(
-                self.config, self.model, self.params, self.state, np.int32(max_steps)
-            )
-            self._recorder.ran(self.state.scheduler)
-            return self._collect(self._drain())
-        except BaseException as error:
-            # The state was donated: whatever stopped the run, it cannot be used again.
-            lost = sorted(self._requests)
-            self._reset()
-            self._recorder.restart(self.state.scheduler)
-            if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
-                raise
-            raise EngineStepError(
-                f"a step failed and {len(lost)} running requests were lost ({error}); "
-                "the engine was reset: submit them again."
-            ) from error
+        with self._guarded():
+            self._dispatch(max_steps)
+            if len(self._in_flight) == 1:
+                self._dispatch(max_steps)
+            if self._in_flight:
+                self._read()
+            while self._in_flight and not self._requests and not self._queue:
+                self._read()  # only aborted requests are left: see them go
+            return self._deliver()
 
     def validate(self, request: EngineRequest) -> None:
         """Refuse, with a ValueError, what :meth:`add` would refuse."""
         check_request(self.config, self.model.vocab_size, request)
 
-    def _abort_slots(self) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make the state anew if what is done to it does not come to its end."""
+        try:
+            yield
+        except BaseException as error:
+            # The state was donated: whatever stopped the run, it cannot be used again.
+            lost, under_way = len(self._requests), list(self._in_flight)
+            self._forget()
+            with contextlib.suppress(Exception):
+                # There may be no memory for a second state before they have ended.
+                jax.block_until_ready([dispatch.packed for dispatch in under_way])
+            self._recorder.restart(self.state.scheduler)
+            if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
+                raise
+            raise EngineStepError(
+                f"a step failed and {lost} running requests were lost ({error}); "
+                "the engine was reset: submit them again."
+            ) from error
+
+    def _dispatch(self, max_steps: int) -> None:
+        """Send the events that are due, then a run and the read-out of its state."""
+        self._send_aborts()
+        self._fill_slots()
+        owners = tuple(self._slots)
+        if all(owner is None for owner in owners):
+            return
+        self._recorder.run(self.state.scheduler, max_steps)
+        state = programs.run(self.config, self.model, self.params, self.state, np.int32(max_steps))
+        self.state = state
+        self._recorder.ran(state.scheduler)
+        if self._check:
+            invariants.check(state.scheduler)
+        packed = programs.drain(self.config, state.scheduler)
+        packed.copy_to_host_async()
+        self._in_flight.append(_Dispatch(packed, owners))
+
+    def _send_aborts(self) -> None:
         # The slot stays taken until a drain sees that the row is gone.
-        while self._aborted_slots:
-            slot = self._aborted_slots.pop()
-            self._recorder.abort(slot)
-            self._update(programs.abort(self.state.scheduler, np.int32(slot)))
+        while self._aborted:
+            slot, owner = self._aborted.pop()
+            if self._slots[slot] == owner:
+                self._recorder.abort(slot)
+                self._update(programs.abort(self.state.scheduler, np.int32(slot)))
 
     def _fill_slots(self) -> None:
         """Move queued requests into free slots, the first in line first."""
@@ -265,8 +333,7 @@ class Engine:
             _, request_id, request, parent = heapq.heappop(self._queue)
             new = self._new_request(request_id, request, parent)
             self._slots[slot] = request_id
-            self._requests[request_id] = (slot, request)
-            self._cursor[slot] = len(request.prompt_token_ids)
+            self._requests[request_id] = Running(slot, request, len(request.prompt_token_ids))
             self._recorder.submit(slot, new)
             self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
 
@@ -276,7 +343,7 @@ class Engine:
         config, prompt = self.config, request.prompt_token_ids
         # A parent that has gone, or has lost its slot, has no blocks to share any more.
         entry = None if parent is None else self._requests.get(parent)
-        fork_of = config.max_num_requests if entry is None else entry[0]
+        fork_of = config.max_num_requests if entry is None else entry.slot
         tokens = np.zeros((config.max_model_len,), np.int32)
         tokens[: len(prompt)] = prompt
         stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
@@ -304,64 +371,45 @@ class Engine:
     def _update(self, scheduler: Any) -> None:
         self.state = programs.with_scheduler(self.state, scheduler)
 
-    def _drain(self) -> programs.Drained:
-        if self._check:
-            invariants.check(self.state.scheduler)
-        drained = programs.drain(
-            self.config, self.state.scheduler, self._cursor.copy(), STEPS_PER_DISPATCH
-        )
-        drained = jax.device_get(drained)
+    def _read(self) -> None:
+        """Wait for the oldest run, and take note of what is new in it."""
+        dispatch = self._in_flight.popleft()
+        drained = programs.unpack(self.config, fetch(dispatch.packed))
         steps = int(drained.steps)
-        self.step_stats = stats.read(drained.history, self._steps, steps)
+        read = stats.read(drained.history, self._steps, steps)
+        self._new_stats += read
         self._steps = steps
-        used = [step.blocks_used for step in self.step_stats]
-        self.peak_blocks_used = max([self.peak_blocks_used, *used])
-        return drained
+        self.peak_blocks_used = max([self.peak_blocks_used, *(s.blocks_used for s in read)])
+        self._collect(dispatch.owners, drained)
+        if all(owner is None for owner in self._slots):
+            self._in_flight.clear()  # dispatched before this was known, and empty
 
-    def _collect(self, drained: programs.Drained) -> list[RequestUpdate]:
-        """Updates of the requests that moved; frees the slots of those that are done."""
-        ended = (drained.status == FINISHED) & (drained.row == self.config.max_num_seqs)
-        moved = (drained.num_tokens > self._cursor) | ended
-        updates = []
-        for slot in np.flatnonzero(moved).tolist():
-            owner = self._slots[slot]
+    def _collect(self, owners: Sequence[int | None], drained: programs.Drained) -> None:
+        """News of the requests that moved; frees the slots of those that are done."""
+        done = (drained.status == FINISHED) & (drained.row == self.config.max_num_seqs)
+        lengths, is_done = drained.num_tokens.tolist(), done.tolist()
+        for slot, owner in enumerate(owners):
             if owner is None:
                 continue
-            if ended[slot]:
+            if is_done[slot] and self._slots[slot] == owner:
                 self._slots[slot] = None
-            entry = self._requests.get(owner)
-            if entry is None:  # aborted
+            running = self._requests.get(owner)
+            if running is None:  # aborted, or told of already
                 continue
-            updates.append(self._read(slot, owner, entry[1], drained, bool(ended[slot])))
-            self._cursor[slot] = drained.num_tokens[slot]
-            if ended[slot]:
+            if is_done[slot] or lengths[slot] > running.cursor:
+                self._news.append(news(owner, running, drained, is_done[slot]))
+            if is_done[slot]:
                 self._requests.pop(owner, None)
-                self._unfinished.discard(owner)
+
+    def _deliver(self) -> list[RequestUpdate]:
+        # An abort may have come since a run was read.
+        updates = [update for update in self._news if update.request_id in self._unfinished]
+        self._unfinished -= {u.request_id for u in updates if u.finish_reason is not None}
+        self.step_stats = tuple(self._new_stats)
+        self._news, self._new_stats = [], []
         return updates
 
-    def _read(
-        self,
-        slot: int,
-        owner: int,
-        request: EngineRequest,
-        drained: programs.Drained,
-        ended: bool,
-    ) -> RequestUpdate:
-        count = int(drained.num_tokens[slot] - self._cursor[slot])
-        reason = int(drained.finish_reason[slot])
-        alternatives = request.num_logprobs
-        top = None
-        if alternatives:
-            ids = drained.top_ids[slot, :count, :alternatives].tolist()
-            values = drained.top_logprobs[slot, :count, :alternatives].tolist()
-            top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
-        return RequestUpdate(
-            request_id=owner,
-            token_ids=tuple(drained.tokens[slot, :count].tolist()),
-            logprobs=tuple(drained.logprobs[slot, :count].tolist()),
-            top_logprobs=top,
-            finish_reason=FINISH_REASONS[reason] if ended else None,
-            pool_exhausted=ended and reason == POOL_EXHAUSTED,
-            num_cached_tokens=int(drained.num_cached[slot]),
-            num_preemptions=int(drained.num_preemptions[slot]),
-        )
+
+def fetch(packed: jax.Array) -> np.ndarray:
+    """The one place in which the engine reads from the device."""
+    return np.asarray(jax.device_get(packed))

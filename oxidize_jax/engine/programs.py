@@ -5,23 +5,29 @@ They are module-level, so engines of the same configuration share what is compil
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.step import EngineState, Model, Params, run_steps
+from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
 from oxidize_jax.scheduler import fork as forks
 from oxidize_jax.scheduler import reset
 from oxidize_jax.scheduler import submit as submission
-from oxidize_jax.scheduler.state import SchedulerState
+from oxidize_jax.scheduler.state import SchedulerState, init_scheduler
 from oxidize_jax.types import replace, state
+
+WINDOW = 16
+"""W: most steps of a run, hence most tokens that it adds to a request."""
 
 
 @state
 class Drained:
-    """What the host reads after a dispatch, for W steps and A logprob alternatives."""
+    """What the host reads of a run, for A logprob alternatives."""
 
     status: jax.Array
     """i32[R]"""
@@ -36,7 +42,7 @@ class Drained:
     num_preemptions: jax.Array
     """i32[R]"""
     tokens: jax.Array
-    """i32[R, W]: tokens from the cursor of each request on."""
+    """i32[R, W]: the last tokens of each request, whose number the host knows by itself."""
     logprobs: jax.Array
     """f32[R, W]"""
     top_ids: jax.Array
@@ -47,6 +53,12 @@ class Drained:
     """i32[]: made since the state is."""
     history: jax.Array
     """i32[HISTORY, F]: see :mod:`~oxidize_jax.scheduler.stats`."""
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def start(config: EngineConfig, model: Model, secret: jax.Array) -> EngineState:
+    """:func:`~oxidize_jax.engine.step.init_state` in one program; array by array takes many."""
+    return init_state(config, model, secret)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -85,12 +97,38 @@ def reset_prefix_cache(state: SchedulerState) -> SchedulerState:
     return reset.reset_prefix_cache(state)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def drain(config: EngineConfig, state: SchedulerState, cursor: jax.Array, width: int) -> Drained:
-    """Read ``width`` tokens of every request from ``cursor i32[R]`` on, and where it stands."""
+@partial(jax.jit, static_argnums=0)
+def drain(config: EngineConfig, state: SchedulerState) -> jax.Array:
+    """``i32[P]``: a :class:`Drained` of ``state`` in one array, hence one transfer.
+
+    Nothing in it depends on what the host has read before, so it is dispatched right after
+    the run, and the next run after it, before the host has seen either.
+    """
+    leaves = jax.tree.leaves(_drained(config, state))
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32).reshape(-1) for x in leaves])
+
+
+def unpack(config: EngineConfig, packed: np.ndarray) -> Drained:
+    """What :func:`drain` packed, as views of ``packed``."""
+    leaves, at = [], 0
+    shapes, structure = jax.tree.flatten(_shapes(config))
+    for leaf in shapes:
+        end = at + math.prod(leaf.shape)
+        leaves.append(packed[at:end].view(leaf.dtype).reshape(leaf.shape))
+        at = end
+    return jax.tree.unflatten(structure, leaves)
+
+
+@cache
+def _shapes(config: EngineConfig) -> Drained:
+    return jax.eval_shape(lambda: _drained(config, init_scheduler(config)))
+
+
+def _drained(config: EngineConfig, state: SchedulerState) -> Drained:
     requests = state.requests
     lane = jnp.arange(config.max_num_requests, dtype=jnp.int32)[:, None]
-    place = cursor[:, None] + jnp.arange(width, dtype=jnp.int32)
+    place = requests.num_tokens[:, None] - WINDOW + jnp.arange(WINDOW, dtype=jnp.int32)
+    place = jnp.where(place < 0, config.max_model_len, place)
 
     def window(values: jax.Array) -> jax.Array:
         return values.at[lane, place].get(mode="fill", fill_value=0)

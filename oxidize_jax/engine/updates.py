@@ -1,0 +1,62 @@
+"""From what a dispatch brought to the news of each request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from oxidize_jax.engine.programs import WINDOW, Drained
+from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.scheduler.state import ABORTED, LENGTH, POOL_EXHAUSTED, STOPPED
+
+FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", ABORTED: "abort", POOL_EXHAUSTED: "length"}
+"""Finish reasons as OpenAI and vLLM name them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestUpdate:
+    """What some dispatches, most often one, added to a request."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
+    """For each token its likeliest alternatives ``(id, logprob)``, best first."""
+    finish_reason: str | None
+    pool_exhausted: bool
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclasses.dataclass
+class Running:
+    """A request that has a slot on the device."""
+
+    slot: int
+    request: EngineRequest
+    cursor: int
+    """Tokens, the prompt included, that have been read."""
+
+
+def news(request_id: int, running: Running, drained: Drained, ended: bool) -> RequestUpdate:
+    """What is in ``drained`` behind the cursor, which moves on."""
+    slot, request = running.slot, running.request
+    num_tokens = int(drained.num_tokens[slot])
+    # The window ends with the last token: of W, the new ones are the last.
+    first = WINDOW - (num_tokens - running.cursor)
+    running.cursor = num_tokens
+    reason = int(drained.finish_reason[slot])
+    top = None
+    if request.num_logprobs:
+        ids = drained.top_ids[slot, first:, : request.num_logprobs].tolist()
+        values = drained.top_logprobs[slot, first:, : request.num_logprobs].tolist()
+        top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+    return RequestUpdate(
+        request_id=request_id,
+        token_ids=tuple(drained.tokens[slot, first:].tolist()),
+        logprobs=tuple(drained.logprobs[slot, first:].tolist()),
+        top_logprobs=top,
+        finish_reason=FINISH_REASONS[reason] if ended else None,
+        pool_exhausted=ended and reason == POOL_EXHAUSTED,
+        num_cached_tokens=int(drained.num_cached[slot]),
+        num_preemptions=int(drained.num_preemptions[slot]),
+    )
