@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from jax import monitoring
@@ -33,14 +35,19 @@ class CompileClock:
     @property
     def seconds(self) -> float:
         """So far."""
-        total = reached = 0.0
-        for start, end in sorted(self._spans):
-            start = max(start, reached)
-            if end > start:
-                total, reached = total + end - start, end
-        return total
+        return joined(self._spans)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in _COMPILING:
             now = time.time()
             self._spans.append((now - duration_secs, now))
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals ``(start, end)``."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        start = max(start, reached)
+        if end > start:
+            total, reached = total + end - start, end
+    return total

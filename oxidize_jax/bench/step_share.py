@@ -101,7 +101,11 @@ def decode_steps(engine: Engine, context: int, temperature: float, dispatches: i
             engine.step(1)
             if engine.step_stats and engine.step_stats[-1].decode_rows == rows:
                 break
-        engine.step()
+        # The engine reads a run after it has dispatched the next: let the short ones pass.
+        for _ in range(3):
+            engine.step()
+            if len(engine.step_stats) == STEPS_PER_DISPATCH:
+                break
         return [_timed_dispatch(engine) for _ in range(dispatches)]
     finally:
         for request_id in ids:
@@ -112,7 +116,7 @@ def decode_steps(engine: Engine, context: int, temperature: float, dispatches: i
 def room_for_decodes(rows: int, context: int, budget: int, dispatches: int) -> int:
     """``max_model_len`` that :func:`decode_steps` needs: prompts, and the steps after them."""
     filling = -(-rows * context // max(1, budget - rows)) + 2
-    return context + filling + STEPS_PER_DISPATCH * (dispatches + 2)
+    return context + filling + STEPS_PER_DISPATCH * (dispatches + 6)
 
 
 def _timed_dispatch(engine: Engine) -> float:
