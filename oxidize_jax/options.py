@@ -180,8 +180,11 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def engine_config(options: Options, model: ModelConfig) -> EngineConfig:
-    """Sizes for this model on this machine. Raises ValueError if one sequence cannot fit."""
+def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) -> EngineConfig:
+    """Sizes for this model on this machine. Raises ValueError if one sequence cannot fit.
+
+    Of what is free, ``reserved`` bytes are for parameters that are still to be loaded.
+    """
     max_len = options.max_model_len
     if max_len is None:
         max_len = model.max_position_embeddings
@@ -202,18 +205,21 @@ def engine_config(options: Options, model: ModelConfig) -> EngineConfig:
         max_logprobs=options.max_logprobs,
     )
     if options.num_blocks is None:
-        config = dataclasses.replace(config, num_blocks=_fitting_blocks(options, model, config))
-    _check_memory(options, model, config)
+        fitting = _fitting_blocks(options, model, config, reserved)
+        config = dataclasses.replace(config, num_blocks=fitting)
+    _check_memory(options, model, config, reserved)
     return config
 
 
-def _check_memory(options: Options, model: ModelConfig, config: EngineConfig) -> None:
+def _check_memory(
+    options: Options, model: ModelConfig, config: EngineConfig, reserved: int
+) -> None:
     """Refuse sizes whose state is larger than all the memory there is."""
     cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
     token = 4 * (2 + 2 * config.max_logprobs)
     requests = config.max_num_requests * config.max_model_len * token
     activations = _activation_bytes(model, config)
-    free = _free_memory()
+    free = max(0, free_memory() - reserved)
     if activations > free:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
@@ -236,11 +242,17 @@ def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return 4 * (config.max_num_batched_tokens * token + samples * model.vocab_size)
 
 
-def _fitting_blocks(options: Options, model: ModelConfig, config: EngineConfig) -> int:
+def _fitting_blocks(
+    options: Options, model: ModelConfig, config: EngineConfig, reserved: int
+) -> int:
     """Blocks for ``max_num_seqs`` full sequences, or as many as the memory takes."""
     block_bytes = kv_block_bytes(options, model, config.block_size)
-    memory = _kv_memory(options)
+    memory = _kv_memory(options, reserved)
     fitting = memory // block_bytes
+    if options.kv_cache_gib is None:
+        # Free memory is never twice the same, and each number of blocks is compiled anew.
+        coarse = fitting - fitting % max(1, 1 << max(0, fitting.bit_length() - 5))
+        fitting = coarse if coarse >= config.blocks_per_seq else fitting
     if fitting < 1:
         raise ValueError(
             f"block_size={config.block_size} takes {block_bytes / _GIB:.3g} GiB for one block of "
@@ -263,16 +275,16 @@ def kv_block_bytes(options: Options, model: ModelConfig, block_size: int) -> int
     return size * math.prod(kv_shape(model, 1, block_size))
 
 
-def _kv_memory(options: Options) -> int:
+def _kv_memory(options: Options, reserved: int) -> int:
     if options.kv_cache_gib is not None:
         return int(options.kv_cache_gib * _GIB)
-    free = _free_memory()
+    free = max(0, free_memory() - reserved)
     if jax.default_backend() == "cpu":
         return min(_CPU_KV_LIMIT, free // 2)
     return int(0.9 * free)
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes that new arrays can take on the default device."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
