@@ -210,6 +210,8 @@ def rounds(
         for turn in range(count):
             # Each round the other way round: what changes steadily meets all alike.
             for process in processes if turn % 2 == 0 else processes[::-1]:
+                for other in processes:
+                    other.stop()  # again: whoever tends this machine may have let it go on
                 with process.going():
                     process.write("go")
                     result = process.read("result")

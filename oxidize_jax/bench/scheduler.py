@@ -60,17 +60,19 @@ def measure(config: EngineConfig, dispatches: int) -> tuple[float, float, float,
 
     Raises ValueError where ``config`` has too few request slots or blocks for it.
     """
+    # The first dispatch, which compiles, and one that is timed.
+    needed = config.max_num_seqs + 2 * STEPS * max(ADMISSIONS)
+    if config.max_num_requests < needed:
+        raise ValueError(
+            f"max_num_requests={config.max_num_requests}: {needed} are needed to have some "
+            f"waiting while {max(ADMISSIONS)} are admitted in each step; raise it."
+        )
     medians, least = [], 0.0
     for count in ADMISSIONS:
         program = jax.jit(partial(run, config, count), donate_argnums=0)
         state = jax.block_until_ready(program(fill(config)))
         waiting = int(jnp.sum(state.requests.status == WAITING))
         turns = min(dispatches, waiting // (STEPS * count) if count else dispatches)
-        if not turns:
-            raise ValueError(
-                f"max_num_requests={config.max_num_requests}: leaves too few requests waiting to "
-                f"admit {count} in each of {STEPS} steps; raise it."
-            )
         times = []
         for _ in range(turns):
             start = time.perf_counter()
