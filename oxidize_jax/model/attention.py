@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from oxidize_jax.batch.descriptor import BatchDescriptor
-from oxidize_jax.model.kv_cache import unpack
+from oxidize_jax.model import attention_cpu, cpu_pages
 from oxidize_jax.types import state
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""``attend(q f32[T, H, D], kv, layer i32[]) -> f32[T, H, D]``, once the step has written KV."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""``attend(q f32[T, H, D], kv, layer i32[], scratch) -> (f32[T, H, D], scratch)``, once the step
+has written KV."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The attention of one step."""
+
+    scratch: Any
+    """Arrays to work in; handed from layer to layer, and of no use after the last."""
+    attend: Attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +40,9 @@ class AttentionSpec:
     platform: str
 
 
-def make_attention(name: str, spec: AttentionSpec, batch: BatchDescriptor) -> Attend:
+def make_attention(
+    name: str, spec: AttentionSpec, batch: BatchDescriptor, kv: jax.Array
+) -> Attention:
     """The attention of one step: what depends on the batch alone is worked out here, once.
 
     A token at position ``p`` sees the keys at positions ``<= p`` of its row. Tokens that
@@ -38,7 +51,7 @@ def make_attention(name: str, spec: AttentionSpec, batch: BatchDescriptor) -> At
     Raises ValueError for an unknown ``name``.
     """
     check_backend(name)
-    return _BACKENDS[name](spec, batch)
+    return _BACKENDS[name](spec, batch, kv)
 
 
 def check_backend(name: str) -> None:
@@ -70,23 +83,66 @@ class _Plan:
     chunk: int
 
 
-def _gather(spec: AttentionSpec, batch: BatchDescriptor) -> Attend:
+def _gather(spec: AttentionSpec, batch: BatchDescriptor, kv: jax.Array) -> Attention:
     """Gather pages chunk by chunk and keep a running softmax; plain XLA on every platform."""
-    present = [p for p in (_decode_part(batch), _prefill_part(batch)) if p.tokens.size]
-    plans = [_plan(spec, part) for part in present]
-    parts = [(_grouped(part, plan), plan) for part, plan in zip(present, plans, strict=True)]
+    if spec.platform == "cpu":
+        return _gather_on_cpu(spec, batch, kv)
+    attends = [_attend_tiles(spec, p) for p in (_decode_part(batch), _prefill_part(batch))]
 
-    def attend(q: jax.Array, kv: jax.Array, layer: jax.Array) -> jax.Array:
+    def attend(
+        q: jax.Array, kv: jax.Array, layer: jax.Array, scratch: Any
+    ) -> tuple[jax.Array, Any]:
         out = jnp.zeros_like(q)
-        for groups, plan in parts:
-            result = _attend_part(spec, plan, groups, q, kv, layer * spec.num_blocks)
-            out = out.at[groups.tokens].set(result, mode="drop")
-        return out
+        for one in attends:
+            out = one(out, q, kv, layer)
+        return out, scratch
+
+    return Attention((), attend)
+
+
+def _gather_on_cpu(spec: AttentionSpec, batch: BatchDescriptor, kv: jax.Array) -> Attention:
+    """The same for a CPU: tiles as everywhere, decodes by :mod:`.attention_cpu`."""
+    decode, tiles = _decode_part(batch), _attend_tiles(spec, _prefill_part(batch))
+    n, width = decode.tables.shape
+    if not n:
+        return Attention((), lambda q, kv, layer, _: (tiles(jnp.zeros_like(q), q, kv, layer), ()))
+    like = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    sizes = attention_cpu.plan_sizes(*heads, spec.num_blocks, spec.block_size, n, width, like)
+    splits = attention_cpu.make_splits(sizes, decode.positions[:, 0] + 1, decode.tables)
+
+    def attend(
+        q: jax.Array, kv: jax.Array, layer: jax.Array, scratch: Any
+    ) -> tuple[jax.Array, Any]:
+        out, scratch = attention_cpu.attend(
+            sizes, splits, scratch, q[:n], kv, layer * spec.num_blocks
+        )
+        # Rows that are not decodes come out as zeros, and tiles put theirs in their place.
+        out = jnp.concatenate([out, jnp.zeros_like(q[n:])])
+        return tiles(out, q, kv, layer), scratch
+
+    return Attention(attention_cpu.make_scratch(sizes, like), attend)
+
+
+def _attend_tiles(
+    spec: AttentionSpec, part: _Part
+) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """``(out, q, kv, layer) -> out`` with the results of ``part`` in their places."""
+    if not part.tokens.size:
+        return lambda out, q, kv, layer: out
+    plan = _plan(spec, part)
+    groups = _grouped(part, plan)
+
+    def attend(out: jax.Array, q: jax.Array, kv: jax.Array, layer: jax.Array) -> jax.Array:
+        result = _attend_part(spec, plan, groups, q, kv, layer * spec.num_blocks)
+        return out.at[groups.tokens].set(result, mode="drop")
 
     return attend
 
 
-_BACKENDS: dict[str, Callable[[AttentionSpec, BatchDescriptor], Attend]] = {"gather": _gather}
+_BACKENDS: dict[str, Callable[[AttentionSpec, BatchDescriptor, jax.Array], Attention]] = {
+    "gather": _gather
+}
 
 
 def _decode_part(batch: BatchDescriptor) -> _Part:
@@ -202,17 +258,25 @@ def _attend_rows(
     heads, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     span = plan.chunk * spec.block_size
     q = q.reshape(n, width, heads, group, spec.head_dim).transpose(0, 2, 1, 3, 4)
-    dot_dtype = jnp.float32 if spec.platform == "cpu" else unpack(kv).dtype
+    dot_dtype = jnp.float32 if spec.platform == "cpu" else kv.dtype
     q = q.reshape(n, heads, width * group, spec.head_dim).astype(dot_dtype)
 
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
         blocks = lax.dynamic_slice_in_dim(part.tables, i * plan.chunk, plan.chunk, axis=1)
         seen = _seen(spec, part.positions, blocks, i * span)
-        k, v = _read(spec, kv, blocks, offset, dot_dtype)
-        # 0 * NaN is NaN: a weight of zero does not hide what an unused slot holds.
-        v = jnp.where(seen.any(axis=1)[:, None, :, None], v, jnp.zeros((), v.dtype))
-        scores = _dot(q, k, contract_rhs=3).reshape(n, heads, width, group, span)
+        if spec.platform == "cpu":
+            # A sequence may hold blocks that nobody has written yet: read its first instead,
+            # which like all that it has seen is finite.
+            begin = i * span + jnp.arange(plan.chunk, dtype=jnp.int32) * spec.block_size
+            written = begin <= part.positions.max(axis=1, keepdims=True)
+            blocks = jnp.where(written, blocks, part.tables[:, :1])
+            k, v = _read_rows(spec, kv, blocks, offset, dot_dtype)
+        else:
+            k, v = _read(spec, kv, blocks, offset, dot_dtype)
+            # 0 * NaN is NaN: a weight of zero does not hide what an unused slot holds.
+            v = jnp.where(seen.any(axis=1)[:, None, :, None], v, jnp.zeros((), v.dtype))
+        scores = _dot(q, k, contract_rhs=2).reshape(n, heads, width, group, span)
         scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -242,7 +306,7 @@ def _seen(
 def _read(
     spec: AttentionSpec, kv: jax.Array, blocks: jax.Array, offset: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of ``blocks`` ``i32[n, c]``, each ``[n, G, c * K, D]``.
+    """K ``[n, G, D, c * K]`` and V ``[n, G, c * K, D]`` of ``blocks i32[n, c]``.
 
     Where there is no block, the layer's first page is read (and masked by the caller);
     adding the offset to a padding id would name a page of the next layer.
@@ -254,9 +318,30 @@ def _read(
 
     def half(which: int) -> jax.Array:
         pages = kv.at[page, which, head].get(mode="promise_in_bounds")[..., : spec.head_dim]
-        return unpack(pages).astype(dtype).reshape(shape)
+        return pages.astype(dtype).reshape(shape)
 
-    return half(0), half(1)
+    return half(0).swapaxes(2, 3), half(1)
+
+
+def _read_rows(
+    spec: AttentionSpec,
+    kv: jax.Array,
+    blocks: jax.Array,
+    offset: jax.Array,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """As :func:`_read`, of pages as CPUs have them (:mod:`.cpu_pages`)."""
+    n, count = blocks.shape
+    page = jnp.where(blocks < spec.num_blocks, blocks, 0) + offset
+    pages = cpu_pages.gather_rows(kv, page)
+    keys, values = cpu_pages.halves(pages, spec.num_kv_heads, spec.block_size)
+    k = jnp.concatenate([part.astype(dtype) for part in cpu_pages.parts(keys)], axis=3)
+    v = jnp.concatenate([part.astype(dtype) for part in cpu_pages.parts(values)], axis=4)
+    span = (n, spec.num_kv_heads, count * spec.block_size)
+    return (
+        k.transpose(0, 2, 3, 1, 4).reshape(n, spec.num_kv_heads, spec.head_dim, -1),
+        v.transpose(0, 2, 1, 3, 4).reshape(*span, spec.head_dim),
+    )
 
 
 def _dot(a: jax.Array, b: jax.Array, contract_rhs: int) -> jax.Array:

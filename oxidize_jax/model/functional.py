@@ -61,7 +61,8 @@ class Decoder:
         self, params: Leaves, kv: jax.Array, batch: BatchDescriptor
     ) -> tuple[jax.Array, jax.Array]:
         """:func:`forward` with the block size that ``kv`` was made with."""
-        return forward(self, params, kv, batch, block_size=kv.shape[3])
+        block_size = kv_cache.block_size_of(self.config, kv)
+        return forward(self, params, kv, batch, block_size=block_size)
 
 
 def build(
@@ -115,22 +116,24 @@ def forward(
     kv = kv_cache.copy_blocks(
         kv, batch.copy_src, batch.copy_dst, batch.num_copies, num_layers=config.num_layers
     )
-    attend = make_attention(decoder.attention, spec, batch)
+    attention = make_attention(decoder.attention, spec, batch, kv)
+    write = kv_cache.make_write(batch, spec.num_blocks, block_size, decoder.platform)
     rotation = angles(batch.positions, config)
 
     def layer(
-        carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Leaves]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        carry: tuple[jax.Array, tuple[jax.Array, Any]], inputs: tuple[jax.Array, Leaves]
+    ) -> tuple[tuple[jax.Array, tuple[jax.Array, Any]], None]:
         index, weights = inputs
 
         def mix(
-            q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            sizes = {"num_blocks": spec.num_blocks, "block_size": block_size}
-            kv = kv_cache.write(kv, index, batch.slot_mapping, k, v, **sizes)
-            return attend(q, kv, index), kv
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple[jax.Array, Any]
+        ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            kv, scratch = cache
+            kv = write(kv, index, k, v)
+            out, scratch = attention.attend(q, kv, index, scratch)
+            return out, (kv, scratch)
 
-        module = merge(decoder.layer, {n: kv_cache.unpack(w) for n, w in weights.items()})
+        module = merge(decoder.layer, {n: _unpacked(w) for n, w in weights.items()})
         return module(*carry, rotation, mix), None
 
     trunk_leaves = {n: leaf for n, leaf in leaves.items() if not n.startswith(LAYERS)}
@@ -142,7 +145,7 @@ def forward(
     trunk = merge(decoder.trunk, trunk_leaves)
     indices = jnp.arange(config.num_layers, dtype=jnp.int32)
     x = trunk.embed_tokens(batch.token_ids)
-    (x, kv), _ = lax.scan(layer, (x, kv), (indices, stacked))
+    (x, (kv, _)), _ = lax.scan(layer, (x, (kv, attention.scratch)), (indices, stacked))
     hidden = x.at[batch.logits_indices].get(mode="clip")
     return trunk.logits(hidden), kv
 
@@ -151,7 +154,7 @@ def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
     """Sizes of the pages in ``kv``. Raises ValueError if it is not a cache of this decoder."""
     config = decoder.config
     num_blocks = kv.shape[0] // config.num_layers
-    shape = kv_cache.kv_shape(config, num_blocks, block_size, decoder.platform)
+    shape = kv_cache.kv_shape(config, num_blocks, block_size, decoder.platform, decoder.kv_dtype)
     dtype = kv_cache.storage_dtype(decoder.kv_dtype, decoder.platform)
     if kv.shape != shape or kv.dtype != dtype:
         raise ValueError(
@@ -194,6 +197,11 @@ def _check_layout(decoder: Decoder, leaves: Leaves) -> None:
             f"parameter 'embed.weight' is {dtype}, but this decoder was built for {wanted} "
             f"weights: {remedy} them, or build another decoder."
         )
+
+
+def _unpacked(leaf: jax.Array) -> jax.Array:
+    """A layer's weights as numbers again, once they are cut out of the stack."""
+    return lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
 
 
 def _check_params(config: ModelConfig, params: Mapping[str, Any], quantized: bool) -> None:

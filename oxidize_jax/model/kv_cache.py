@@ -1,26 +1,28 @@
 """The paged KV cache: one array for all layers, written and copied in place.
 
-``kv`` is ``[L * B, 2, G, K, D']``: page ``layer * B + block`` holds, for keys (0) and
-values (1) and for each kv head, the K tokens of a block next to each other. One head of
-one block is then one contiguous run of ``K * D'`` numbers, which is what attention reads.
-All layers share one array because a loop over layers scatters into its carry in place,
-while slicing a layer out of a stacked array copies it.
+All layers share one array because a loop over layers scatters into its carry in place, while
+slicing a layer out of a stacked array copies it. Page ``layer * B + block`` holds one block.
 
-``D'`` is D, on TPUs rounded up to a multiple of 128: those lanes are there in any case, and
-with fewer XLA:TPU turns the whole array round between writing and reading.
+On GPUs and TPUs ``kv`` is ``[L * B, 2, G, K, D']``: for keys (0) and values (1) and for each kv
+head, the K tokens of a block next to each other. One head of one block is then one contiguous
+run of ``K * D'`` numbers, which is what attention reads. ``D'`` is D, on TPUs rounded up to a
+multiple of 128: those lanes are there in any case, and with fewer XLA:TPU turns the whole
+array round between writing and reading.
 
-On CPUs bfloat16 is *stored* as ``uint16``: XLA:CPU converts a whole bfloat16 operand to
-float32 before it scatters into it or slices it. :func:`pack` and :func:`unpack` are the
-two directions; the bits are the same.
+On CPUs it is ``[L * B, W]``: see :mod:`~oxidize_jax.model.cpu_pages`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from oxidize_jax.batch.descriptor import BatchDescriptor
+from oxidize_jax.model import cpu_pages
 from oxidize_jax.model.config import ModelConfig
 
 KV_DTYPES = ("float32", "bfloat16")
@@ -37,17 +39,21 @@ def init_kv(
     *,
     platform: str | None = None,
 ) -> jax.Array:
-    """A zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens, ``[L*B, 2, G, K, D']``.
+    """A zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens.
 
     Raises ValueError for a dtype other than :data:`KV_DTYPES`, for sizes below 1, and for
     a pool whose slot or page numbers do not fit an int32.
     """
-    shape = kv_shape(config, num_blocks, block_size, platform)
+    shape = kv_shape(config, num_blocks, block_size, platform, dtype)
     return jnp.zeros(shape, storage_dtype(dtype, platform))
 
 
 def kv_shape(
-    config: ModelConfig, num_blocks: int, block_size: int, platform: str | None = None
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    platform: str | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[int, ...]:
     """Shape of the cache, once its indices are known to fit an int32.
 
@@ -74,7 +80,13 @@ def kv_shape(
             raise ValueError(
                 f"{name} = {value} is more than {_INT32_MAX}: {why} in an int32. Use fewer blocks."
             )
-    lanes = 128 if (platform or jax.default_backend()) == "tpu" else 1
+    platform = platform or jax.default_backend()
+    if platform == "cpu":
+        packed = storage_dtype(dtype, platform) == jnp.uint32
+        numbers = config.head_dim // 2 if packed else config.head_dim
+        width = 2 * config.num_kv_heads * numbers * block_size
+        return (config.num_layers * num_blocks, width)
+    lanes = 128 if platform == "tpu" else 1
     head_dim = -(-config.head_dim // lanes) * lanes
     return (config.num_layers * num_blocks, 2, config.num_kv_heads, block_size, head_dim)
 
@@ -85,45 +97,43 @@ def storage_dtype(dtype: DTypeLike, platform: str | None = None) -> jnp.dtype:
     if name not in KV_DTYPES:
         raise ValueError(f"kv dtype={name}: must be one of {', '.join(KV_DTYPES)}.")
     on_cpu = (platform or jax.default_backend()) == "cpu"
-    return jnp.dtype(jnp.uint16 if on_cpu and name == "bfloat16" else name)
+    return jnp.dtype(jnp.uint32 if on_cpu and name == "bfloat16" else name)
 
 
-def pack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``x`` rounded to what a cache of ``dtype`` holds, in that type (uint16: bfloat16 bits)."""
-    if dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-    return x.astype(dtype)
+def block_size_of(config: ModelConfig, kv: jax.Array) -> int:
+    """K of a cache that :func:`init_kv` made for ``config``."""
+    if kv.ndim == 5:
+        return kv.shape[3]
+    numbers = config.head_dim // 2 if kv.dtype == jnp.uint32 else config.head_dim
+    return kv.shape[1] // (2 * config.num_kv_heads * numbers)
 
 
-def unpack(x: jax.Array) -> jax.Array:
-    """What is stored, as a floating-point array."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+Write = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""``write(kv, layer i32[], k f32[T, G, D], v f32[T, G, D]) -> kv``"""
 
 
-def write(
-    kv: jax.Array,
-    layer: jax.Array,
-    slot_mapping: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    num_blocks: int,
-    block_size: int,
-) -> jax.Array:
-    """``kv`` with ``k``, ``v`` ``[T, G, D]`` in the slots ``i32[T]`` of ``layer`` (``i32[]``).
+def make_write(batch: BatchDescriptor, num_blocks: int, block_size: int, platform: str) -> Write:
+    """How the step of ``batch`` writes its keys and values into any layer.
 
     Padding slots, ``B * K`` or more, write nothing. They have to be moved past the end of
     the whole array *after* the layer's offset is added: slot ``B * K`` of one layer is the
     first slot of the next.
     """
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    page = jnp.where(block < num_blocks, block + layer * num_blocks, kv.shape[0])
-    values = pack(jnp.stack([k, v], axis=1), kv.dtype)
-    values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, kv.shape[4] - k.shape[2])))
-    half, head = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
-    # One index per run of D': with a window over halves and heads XLA:TPU copies the array.
-    index = (page[:, None, None], half[:, None], head, offset[:, None, None])
-    return kv.at[index].set(values, mode="drop")
+    if platform == "cpu":
+        plan = cpu_pages.plan_writes(batch, num_blocks, block_size)
+        return lambda kv, layer, k, v: cpu_pages.write(kv, layer, plan, k, v, num_blocks)
+    block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+
+    def write(kv: jax.Array, layer: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        page = jnp.where(block < num_blocks, block + layer * num_blocks, kv.shape[0])
+        values = jnp.stack([k, v], axis=1).astype(kv.dtype)
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, kv.shape[4] - k.shape[2])))
+        half, head = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
+        # One index per run of D': with a window over halves and heads XLA:TPU copies the array.
+        index = (page[:, None, None], half[:, None], head, offset[:, None, None])
+        return kv.at[index].set(values, mode="drop")
+
+    return write
 
 
 def copy_blocks(

@@ -26,7 +26,7 @@ LAYERS = "layers."
 _BY_ROWS = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x @ weight.T``."""
 
-Mix = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Mix = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """``mix(q, k, v, kv) -> (f32[T, H, D], kv)``: put k and v in the cache, attend from q."""
 
 
@@ -114,8 +114,8 @@ class Layer(nnx.Module):
         self.down = Matrix(e, f, bias=config.mlp_bias, quantized=quantized)
 
     def __call__(
-        self, x: jax.Array, kv: jax.Array, rotation: jax.Array, mix: Mix
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, kv: Any, rotation: jax.Array, mix: Mix
+    ) -> tuple[jax.Array, Any]:
         """``x f32[T, E]`` and the cache, after this layer; ``rotation`` from :func:`angles`."""
         config, tokens = self.config, x.shape[0]
         h = self.input_norm(x)

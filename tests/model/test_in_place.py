@@ -13,6 +13,7 @@ from jax import lax
 
 from oxidize_jax.model import kv_cache
 from oxidize_jax.model.functional import build
+from oxidize_jax.types import replace
 
 B, K = 16384, 16
 
@@ -103,12 +104,13 @@ def test_weights_are_not_converted_or_copied_whole(case):
 
 def test_the_check_sees_a_copy(case):
     """Without donation the cache must be copied."""
-    _, _, kv, _, _ = case
+    _, _, kv, decode, _ = case
 
     def scatter(_, kv):
         slots = jnp.arange(8, dtype=jnp.int32)
-        k = jnp.ones((8, *kv.shape[2:3], kv.shape[4]), jnp.float32)
-        return kv_cache.write(kv, jnp.int32(0), slots, k, k, num_blocks=B, block_size=K)
+        k = jnp.ones((8, 2, 8), jnp.float32)
+        step = replace(decode, slot_mapping=slots)
+        return kv_cache.make_write(step, B, K, "cpu")(kv, jnp.int32(0), k, k)
 
     check_in_place(compile_donated(scatter, (), kv), kv)
     with pytest.raises(AssertionError):
