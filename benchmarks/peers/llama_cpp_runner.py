@@ -3,6 +3,9 @@
 In an environment of its own: ``pip install llama-cpp-python==0.3.36 numpy`` (it builds from
 source). The weights are those of the GGUF file, so ``--dtype`` has no effect.
 
+Where llama.cpp's AMX kernels end in an illegal instruction (some virtual machines), set
+``LLAMA_EXTRA_BUFFERS=0``: weights then stay as they are in the file and its AVX kernels run.
+
 Python makes the batches: rows that decode first, then whole prompts while they fit. It takes
 the likeliest token of each row's logits with numpy. Both cost little beside the model.
 """
@@ -10,6 +13,7 @@ the likeliest token of each row's logits with numpy. Both cost little beside the
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +31,9 @@ UBATCH = 512
 class LlamaCpp:
     def __init__(self, args: argparse.Namespace) -> None:
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            args.model.encode(), llama_cpp.llama_model_default_params()
-        )
+        how = llama_cpp.llama_model_default_params()
+        how.use_extra_bufts = os.environ.get("LLAMA_EXTRA_BUFFERS", "1") != "0"
+        model = llama_cpp.llama_model_load_from_file(args.model.encode(), how)
         if not model:
             raise RuntimeError(f"llama.cpp cannot load {args.model}")
         params = llama_cpp.llama_context_default_params()

@@ -127,7 +127,7 @@ def _one_chunk(
         slot_mapping=start + place,
         block_tables=jnp.arange(num_blocks, dtype=jnp.int32)[None],
         kv_lens=(start + jnp.int32(count))[None],
-        decode_rows=jnp.zeros((0,), jnp.int32),
+        decode_rows=jnp.ones((1,), jnp.int32),  # padding: no step is without a row for it
         tile_rows=jnp.zeros((count // tile,), jnp.int32),
         tile_tokens=place.reshape(-1, tile),
         sample_rows=jnp.zeros((count,), jnp.int32),
