@@ -38,13 +38,11 @@ def main() -> int:
     reference: tuple[quality.Scores, list[tuple[int, ...]]] | None = None
     for dtype in dtypes:
         start = time.perf_counter()
-        scores, texts, windows = measure(args, dtype)
+        scores, texts = measure(args, dtype)
         reference = reference or (scores, texts)
         rows.append(row(dtype, scores, texts, *reference))
         print(line(rows[-1], rows[0], args.new_tokens), flush=True)
         print(f"{dtype}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    if args.windows:
-        args.windows.write_text(json.dumps(windows.tolist(), separators=(",", ":")))
     if args.json:
         about = {"environment": environment.describe(), "model": args.model, "rows": rows}
         sizes = {"window": args.window, "windows": args.num_windows, "prompts": args.prompts}
@@ -75,9 +73,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    args: argparse.Namespace, dtype: str
-) -> tuple[quality.Scores, list[tuple[int, ...]], np.ndarray]:
+def measure(args: argparse.Namespace, dtype: str) -> tuple[quality.Scores, list[tuple[int, ...]]]:
     """Scores of the windows and continuations of the prompts."""
     llm = LLM(
         args.model,
@@ -89,10 +85,12 @@ def measure(
     )
     ids = llm.tokenizer.encode(args.text.read_text(encoding="utf-8"))
     windows = quality.cut_windows(ids, args.window, args.num_windows)
+    if args.windows:
+        args.windows.write_text(json.dumps(windows.tolist(), separators=(",", ":")))
     scores = quality.score(llm.engine.model, llm.engine.params, windows)
     starts = np.linspace(0, windows.size - args.prompt_len, args.prompts).astype(int)
     prompts = [windows.reshape(-1)[s : s + args.prompt_len].tolist() for s in starts]
-    return scores, quality.greedy(llm, prompts, args.new_tokens), windows
+    return scores, quality.greedy(llm, prompts, args.new_tokens)
 
 
 def row(
