@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.models import announce_fetch
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 Measured = tuple[dict[str, Any], list[tuple[str, str]]]
 """What goes into the JSON, and the rows of the table."""
+
+
+class _Loaded(NamedTuple):
+    llm: LLM
+    seconds: float
+    compile_seconds: float
+    """Of ``seconds``."""
+
 
 _ROWS = 64
 """Most rows of an engine, unless the user says otherwise."""
@@ -219,15 +228,15 @@ def _throughput(args: argparse.Namespace, status: Status) -> Measured:
 
     if args.workload:
         items = workload.read_workload(args.workload)
-        llm = _load(args, items, status)
+        loaded = _load(args, items, status)
     else:
         items = _random_workload(args)
-        llm = _load(args, items, status)
-        vocab = llm.model_config.vocab_size
+        loaded = _load(args, items, status)
+        vocab = loaded.llm.model_config.vocab_size
         if vocab < workload.RANDOM_VOCAB:
             items = _random_workload(args, vocab_size=vocab)
-    result = throughput.measure(llm, items, repeat=args.repeat, note=_note(status))
-    return _settings(llm) | result, [*_model(llm), *report.throughput(result)]
+    result = throughput.measure(loaded.llm, items, repeat=args.repeat, note=_note(status))
+    return _settings(loaded) | result, [*_model(loaded), *report.throughput(result)]
 
 
 def _random_workload(args: argparse.Namespace, **more: int) -> tuple[Item, ...]:
@@ -247,10 +256,10 @@ def _latency(args: argparse.Namespace, status: Status) -> Measured:
     from oxidize_jax.bench import latency, report
     from oxidize_jax.bench.workload import Item
 
-    llm = _load(args, [Item((0,) * args.input_len, args.output_len)], status)
+    loaded = _load(args, [Item((0,) * args.input_len, args.output_len)], status)
     lengths = (args.input_len, args.output_len)
-    result = latency.measure(llm, *lengths, repeat=args.repeat, note=_note(status))
-    return _settings(llm) | result, [*_model(llm), *report.latency(result)]
+    result = latency.measure(loaded.llm, *lengths, repeat=args.repeat, note=_note(status))
+    return _settings(loaded) | result, [*_model(loaded), *report.latency(result)]
 
 
 def _prefix(args: argparse.Namespace, status: Status) -> Measured:
@@ -260,12 +269,13 @@ def _prefix(args: argparse.Namespace, status: Status) -> Measured:
 
     sizes = (args.groups, args.prompts_per_group, args.prefix_len, args.suffix_len)
     items = workload.prefix_workload(*sizes, args.output_len)
-    llm = _load(args, items, status)
+    loaded = _load(args, items, status)
+    llm = loaded.llm
     vocab = min(workload.RANDOM_VOCAB, llm.model_config.vocab_size)
     items = workload.prefix_workload(*sizes, args.output_len, vocab_size=vocab)
     shareable = prefix.shareable_tokens(*sizes, llm.config.block_size)
     result = prefix.measure(llm, items, shareable, repeat=args.repeat, note=_note(status))
-    return _settings(llm) | result, [*_model(llm), *report.prefix(result)]
+    return _settings(loaded) | result, [*_model(loaded), *report.prefix(result)]
 
 
 def _scheduler(args: argparse.Namespace, status: Status) -> Measured:
@@ -291,42 +301,52 @@ def _scheduler(args: argparse.Namespace, status: Status) -> Measured:
     rows = args.max_num_seqs or _ROWS
     budget = args.max_num_batched_tokens or 512
     length = step_share.room_for_decodes(rows, args.context, budget, args.repeat)
-    llm = _load_sized(args, {"max_num_seqs": rows, "max_model_len": length}, status)
+    loaded = _load_sized(args, {"max_num_seqs": rows, "max_model_len": length}, status)
     result["share"] = step_share.measure(
-        llm, args.context, temperature=args.temperature, dispatches=args.repeat, note=note
+        loaded.llm, args.context, temperature=args.temperature, dispatches=args.repeat, note=note
     )
-    return _settings(llm) | result, [*_model(llm), *report.scheduler(result)]
+    return _settings(loaded) | result, [*_model(loaded), *report.scheduler(result)]
 
 
-def _load(args: argparse.Namespace, items: list[Item] | tuple[Item, ...], status: Status) -> LLM:
+def _load(
+    args: argparse.Namespace, items: list[Item] | tuple[Item, ...], status: Status
+) -> _Loaded:
     """An engine for ``items``, in what the user has not chosen."""
     longest = max(item.num_tokens for item in items)
     sizes = {"max_num_seqs": min(_ROWS, len(items)), "max_model_len": longest}
     return _load_sized(args, sizes, status)
 
 
-def _load_sized(args: argparse.Namespace, sizes: dict[str, int], status: Status) -> LLM:
+def _load_sized(args: argparse.Namespace, sizes: dict[str, int], status: Status) -> _Loaded:
     options = {"max_logprobs": 0, **sizes} | engine_options(args)
     start_backend()
+    from oxidize_jax.bench.compile_clock import CompileClock
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 
     announce_fetch(options.get("model", Options.model), status)
     status.show("loading ...")
-    return LLM(**options, progress=False)
+    start = time.perf_counter()
+    with CompileClock() as clock:
+        llm = LLM(**options, progress=False)
+    return _Loaded(llm, time.perf_counter() - start, clock.seconds)
 
 
-def _settings(llm: LLM) -> dict[str, Any]:
+def _settings(loaded: _Loaded) -> dict[str, Any]:
     """For JSON: what was chosen, and what the engine made of it."""
     import dataclasses
 
-    return {"options": dataclasses.asdict(llm.options), "engine": dataclasses.asdict(llm.config)}
+    return {
+        "options": dataclasses.asdict(loaded.llm.options),
+        "engine": dataclasses.asdict(loaded.llm.config),
+        "load": {"seconds": loaded.seconds, "compile_seconds": loaded.compile_seconds},
+    }
 
 
-def _model(llm: LLM) -> list[tuple[str, str]]:
+def _model(loaded: _Loaded) -> list[tuple[str, str]]:
     from oxidize_jax.options import cache_dtype, weight_dtype
 
-    options, config = llm.options, llm.config
+    options, config = loaded.llm.options, loaded.llm.config
     dtypes = f"{weight_dtype(options)}, KV cache {cache_dtype(options)}"
     return [
         ("model", f"{options.model}, {dtypes}"),
@@ -335,6 +355,7 @@ def _model(llm: LLM) -> list[tuple[str, str]]:
             f"{config.max_num_seqs} rows, {config.max_num_batched_tokens} tokens a step, "
             f"{config.num_blocks} blocks of {config.block_size}",
         ),
+        ("loading", f"{loaded.seconds:.1f} s, {loaded.compile_seconds:.1f} s of it compiling"),
     ]
 
 

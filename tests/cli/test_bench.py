@@ -100,6 +100,7 @@ def test_throughput_counts_the_whole_workload(bench):
     for run in result["runs"]:
         assert run["total_tokens_per_second"] == pytest.approx(tokens / run["seconds"])
     assert result["compile_seconds"] >= 0
+    assert result["load"]["seconds"] >= result["load"]["compile_seconds"] >= 0
     assert table["workload"].startswith("6 requests")
     assert table["output"].endswith("tokens/s")
 
