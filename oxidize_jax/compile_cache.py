@@ -32,7 +32,7 @@ def enable_compile_cache() -> None:
     _drop_torn_entries(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # The default keeps only what took a second; ours are many, and each costs every start.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _drop_torn_entries(folder: Path) -> None:

@@ -1,9 +1,10 @@
-"""From an engine's updates to the text, ids and logprobs of one completion."""
+"""From an engine's updates to the text, ids and logprobs of a prompt's completions."""
 
 from __future__ import annotations
 
+from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.updates import RequestUpdate
-from oxidize_jax.outputs import CompletionOutput, Logprob, StreamDelta
+from oxidize_jax.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta, Usage
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.text.detokenizer import IncrementalDetokenizer
 from oxidize_jax.text.stop import StopStrings
@@ -121,3 +122,56 @@ class Completion:
 
     def _spell(self, token: int) -> str:
         return self._tokenizer.bytes_of([token]).decode("utf-8", "replace")
+
+
+class Group:
+    """One prompt with its ``n`` completions."""
+
+    def __init__(
+        self,
+        prompt: str | None,
+        params: SamplingParams,
+        request: EngineRequest,
+        keys: list[tuple[int, int]],
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_token_ids = request.prompt_token_ids
+        self.params = params
+        self.request = request
+        self.keys = keys
+        self.ids: list[int] = []
+        self.completions: list[Completion] = []
+
+    @property
+    def num_unshown(self) -> int:
+        """Completions with a delta that nobody has taken."""
+        return sum(c.has_delta for c in self.completions)
+
+    @property
+    def num_finished(self) -> int:
+        """Completions that have come to their end."""
+        return sum(c.finish_reason is not None for c in self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, over all completions."""
+        return sum(c.num_tokens for c in self.completions)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has come to its end."""
+        return self.num_finished == len(self.keys)
+
+    def output(self) -> RequestOutput:
+        """What a caller gets."""
+        return RequestOutput(
+            request_id=self.ids[0],
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=tuple(c.output() for c in self.completions),
+            usage=Usage(
+                prompt_tokens=len(self.prompt_token_ids),
+                completion_tokens=self.num_tokens,
+                cached_tokens=self.completions[0].num_cached_tokens,
+            ),
+        )

@@ -6,16 +6,12 @@ import dataclasses
 import difflib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from oxidize_jax.checkpoints.load import load_checkpoint
-from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
 from oxidize_jax.compile_cache import enable_compile_cache
-from oxidize_jax.completion import Completion
+from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.engine import (
     STEPS_PER_DISPATCH,
@@ -26,9 +22,8 @@ from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.functional import build
-from oxidize_jax.options import Options, cache_dtype, engine_config, load_options, weight_dtype
-from oxidize_jax.outputs import RequestOutput, StreamDelta, Usage
+from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
+from oxidize_jax.outputs import RequestOutput, StreamDelta
 from oxidize_jax.progress import progress_bar
 from oxidize_jax.prompts import (
     CacheSalts,
@@ -42,7 +37,7 @@ from oxidize_jax.prompts import (
 )
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.text.tokenizer import Tokenizer
+from oxidize_jax.startup import start
 
 
 class LLM:
@@ -54,13 +49,16 @@ class LLM:
       compile_cache: keep compiled programs on disk, so that the next start is fast. A cache
         that JAX is configured with already is left as it is.
       progress: bars while a model loads and while prompts take longer than a second.
+      warm_up: compile every program of the engine now, while the weights are read, and then
+        size the KV cache by the memory that is left; no request waits for a compiler any
+        more. Without it the first requests do, and memory is only estimated.
       options: see :class:`~oxidize_jax.options.Options`.
 
     Raises:
       ValueError: an option, or the model, cannot be used; one line that says what to do.
 
-    Threads may share it: calls of :meth:`generate` and :meth:`chat` take turns, streams go on
-    side by side between them.
+    Threads may share it: what they ask for runs side by side, in the same batches. One of
+    them runs the engine for all; while it does, the others wait for what comes of it.
     """
 
     def __init__(
@@ -69,30 +67,22 @@ class LLM:
         *,
         compile_cache: bool = True,
         progress: bool = True,
+        warm_up: bool = True,
         **options: Any,
     ) -> None:
         chosen = _options({**options, "model": str(model)})
         if compile_cache:
             enable_compile_cache()
         recorder = _recorder(chosen)
-        resolved = resolve_model(chosen.model)
-        checkpoint = load_checkpoint(
-            resolved.path, jnp.dtype(weight_dtype(chosen)), progress=progress
-        )
+        started = start(chosen, warm_up=warm_up, progress=progress)
         self.options = chosen
-        self.tokenizer = _load_tokenizer(chosen, resolved)
-        self.model_config: ModelConfig = checkpoint.config
-        self.config: EngineConfig = engine_config(chosen, checkpoint.config)
-        decoder, params = build(
-            checkpoint.config,
-            checkpoint.params,
-            attention=chosen.attention,
-            kv_dtype=cache_dtype(chosen),
-        )
+        self.tokenizer = started.tokenizer
+        self.model_config: ModelConfig = started.model_config
+        self.config: EngineConfig = started.config
         self.engine = Engine(
-            self.config,
-            decoder,
-            params,
+            started.config,
+            started.decoder,
+            started.params,
             check_invariants=chosen.check_invariants,
             recorder=recorder,
         )
@@ -100,15 +90,26 @@ class LLM:
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
-        vocab_size = checkpoint.config.vocab_size
+        vocab_size = self.model_config.vocab_size
         self._eos = tuple(i for i in self.tokenizer.eos_token_ids if i < vocab_size)
+        # Held by the thread that runs the engine.
+        self._engine_lock = threading.RLock()
+        # Held for moments, by who reads or writes what follows; notified after each dispatch.
+        self._news = threading.Condition()
         self._running: dict[int, Completion] = {}
-        self._lock = threading.RLock()
+        self._streams: set[Group] = set()
+        self._lost: set[int] = set()
 
     @classmethod
     def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
         """Make an LLM from a TOML preset (see ``configs/``); keyword arguments win."""
         return cls(**{**load_options(path), **overrides})
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs that this process compiled, or took from its disk cache, since the engine
+        was made; see :attr:`Engine.num_compiles`. It stands still while the LLM is used."""
+        return self.engine.num_compiles
 
     def generate(
         self,
@@ -180,14 +181,16 @@ class LLM:
 
         Streams that run meanwhile go on with the KV they have, and nobody else shares it.
         """
-        with self._lock:
+        with self._engine_lock:
             self.engine.reset_prefix_cache()
+        with self._news:
+            self._news.notify_all()  # that the engine can be run again
 
     def _groups(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[_Group]:
+    ) -> list[Group]:
         """Check and encode everything before anything runs."""
         params = as_params(sampling_params, len(prompts))
         groups = []
@@ -199,7 +202,7 @@ class LLM:
                 raise ValueError(f"{where}{error}") from None
         return groups
 
-    def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
+    def _group(self, prompt: Prompt, params: SamplingParams) -> Group:
         text, ids = self._encode(prompt)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self._eos
@@ -217,7 +220,7 @@ class LLM:
         )
         self.engine.validate(request)
         keys = [child_key(seed, child).tolist() for child in range(params.n)]
-        return _Group(text, params, request, [(first, second) for first, second in keys])
+        return Group(text, params, request, [(first, second) for first, second in keys])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         given = single_text_or_ids(prompt)
@@ -228,135 +231,124 @@ class LLM:
             raise ValueError("prompt is empty: give at least one character of text.")
         return given, ids
 
-    def _run(self, groups: list[_Group], use_tqdm: bool | None) -> list[RequestOutput]:
+    def _run(self, groups: list[Group], use_tqdm: bool | None) -> list[RequestOutput]:
         total = sum(len(group.keys) for group in groups)
         shown = self._progress if use_tqdm is None else use_tqdm
-        with self._lock, progress_bar(total, shown=shown) as bar:
+        left, tokens = groups, 0
+        with progress_bar(total, shown=shown) as bar:
             try:
                 for group in groups:
                     self._start(group)
-                left, tokens = {i for group in groups for i in group.ids}, 0
                 while left:
-                    for update in self._dispatch(STEPS_PER_DISPATCH):
-                        tokens += len(update.token_ids)
-                        if update.request_id in left and not self._is_running(update.request_id):
-                            left.discard(update.request_id)
-                            bar.update()
-                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    self._advance(left)
+                    tokens += sum(group.num_tokens for group in left if group.finished)
+                    left = [group for group in left if not group.finished]
+                    running = sum(len(group.keys) - group.num_finished for group in left)
+                    bar.update(total - running - bar.n)
+                    made = tokens + sum(group.num_tokens for group in left)
+                    bar.set_postfix_str(f"{made} tokens", refresh=False)
             finally:
                 for group in groups:
                     self._abandon(group)
         return [group.output() for group in groups]
 
-    def _stream(self, group: _Group) -> Iterator[StreamDelta]:
+    def _stream(self, group: Group) -> Iterator[StreamDelta]:
         self._start(group)
+        self._streams.add(group)
         try:
             while True:
-                # Deltas wait in the completions: another stream's dispatch may make them,
+                # Deltas wait in the completions: another thread's dispatch may make them,
                 # even while this one stands at its yield.
-                fresh = [delta for c in group.completions if (delta := c.delta()) is not None]
+                with self._news:
+                    fresh = [delta for c in group.completions if (delta := c.delta()) is not None]
+                    ended = group.finished
                 yield from fresh
-                if not fresh and group.finished:
+                if not fresh and ended:
                     return
                 if not fresh:
-                    self._advance(group)
+                    self._advance([group])
         finally:
             self._abandon(group)
 
-    def _advance(self, group: _Group) -> None:
-        """One step for everyone, unless another thread has just brought this group further."""
-        with self._lock:
-            if group.num_unshown:
-                return
-            for request_id in group.ids:
-                if self._is_running(request_id) and not self.engine.has(request_id):
-                    raise EngineStepError(
-                        f"request {request_id} was lost in a failed step of another caller: "
-                        "submit it again."
-                    )
-            self._dispatch(1)
-
-    def _start(self, group: _Group) -> None:
-        with self._lock:
+    def _start(self, group: Group) -> None:
+        with self._news:
             group.ids = self.engine.add_group(group.request, group.keys)
             for index, request_id in enumerate(group.ids):
                 completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
                 group.completions.append(completion)
                 self._running[request_id] = completion
 
-    def _abandon(self, group: _Group) -> None:
+    def _abandon(self, group: Group) -> None:
         """Abort what an exception or a closed iterator left running.
 
-        Without the lock: the garbage collector may close an iterator in any thread.
+        Without a lock: the garbage collector may close an iterator in any thread.
         """
+        self._streams.discard(group)
         for request_id in group.ids:
+            self._lost.discard(request_id)
             if self._running.pop(request_id, None) is not None:
                 self.engine.abort(request_id)
 
-    def _is_running(self, request_id: int) -> bool:
-        return request_id in self._running
+    def _advance(self, groups: Sequence[Group]) -> None:
+        """A dispatch for everyone, or where another thread is at it, wait for that."""
+        with self._news:
+            if any(group.num_unshown for group in groups if group in self._streams):
+                return
+            for request_id in (i for group in groups for i in group.ids):
+                if request_id in self._lost:
+                    raise EngineStepError(
+                        f"request {request_id} was lost in a failed step of another caller: "
+                        "submit it again."
+                    )
+            if not self._engine_lock.acquire(blocking=False):
+                self._news.wait()
+                return
+        try:
+            self._dispatch(steps_per_dispatch(list(self._streams)))
+        finally:
+            with self._news:
+                self._engine_lock.release()
+                self._news.notify_all()
 
-    def _dispatch(self, max_steps: int) -> list[RequestUpdate]:
+    def _dispatch(self, max_steps: int) -> None:
         """Run some steps for everyone, and hand each completion what is new of it."""
-        updates = self.engine.step(max_steps)
-        for update in updates:
-            completion = self._running.get(update.request_id)
-            if completion is None:
-                continue
-            completion.update(update)
-            if completion.finish_reason is not None:
-                self._running.pop(update.request_id, None)
-                if completion.matched_stop_string:
-                    self.engine.abort(update.request_id)
-        return updates
+        taken = False
+        try:
+            updates = self.engine.step(max_steps)
+            taken = True
+            with self._news:
+                for update in updates:
+                    self._hand_over(update)
+        except BaseException:
+            # Whose updates were not handed over has a gap: it is lost too.
+            with self._news:
+                for request_id in list(self._running):
+                    if not self.engine.has(request_id) or (taken and self.engine.abort(request_id)):
+                        self._lost.add(request_id)
+            raise
+
+    def _hand_over(self, update: RequestUpdate) -> None:
+        completion = self._running.get(update.request_id)
+        if completion is None:
+            return
+        completion.update(update)
+        if completion.finish_reason is not None:
+            self._running.pop(update.request_id, None)
+            if completion.matched_stop_string:
+                # What the run under way adds to it is dropped.
+                self.engine.abort(update.request_id)
 
 
-class _Group:
-    """One prompt with its ``n`` completions."""
+def steps_per_dispatch(streams: Iterable[Group]) -> int:
+    """How many steps the device makes before the host reads their tokens.
 
-    def __init__(
-        self,
-        prompt: str | None,
-        params: SamplingParams,
-        request: EngineRequest,
-        keys: list[tuple[int, int]],
-    ) -> None:
-        self.prompt = prompt
-        self.prompt_token_ids = request.prompt_token_ids
-        self.params = params
-        self.request = request
-        self.keys = keys
-        self.ids: list[int] = []
-        self.completions: list[Completion] = []
-
-    @property
-    def num_unshown(self) -> int:
-        return sum(c.has_delta for c in self.completions)
-
-    @property
-    def num_finished(self) -> int:
-        return sum(c.finish_reason is not None for c in self.completions)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(c.num_tokens for c in self.completions)
-
-    @property
-    def finished(self) -> bool:
-        return self.num_finished == len(self.keys)
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.ids[0],
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(c.output() for c in self.completions),
-            usage=Usage(
-                prompt_tokens=len(self.prompt_token_ids),
-                completion_tokens=self.num_tokens,
-                cached_tokens=self.completions[0].num_cached_tokens,
-            ),
-        )
+    1 while there is a stream whose reader has seen all there is, for a token that has been
+    made is worth nothing until it is shown. Else as many as there can be: who waits for whole
+    texts gains nothing by seeing half of one, and each dispatch costs the host some work. A
+    stream that nobody reads any more soon has text unread, and holds nobody up.
+    """
+    waiting = any(not group.num_unshown for group in streams)
+    return 1 if waiting else STEPS_PER_DISPATCH
 
 
 def _options(values: dict[str, Any]) -> Options:
@@ -381,12 +373,3 @@ def _recorder(options: Options) -> Recorder | None:
             "attention": options.attention,
         },
     )
-
-
-def _load_tokenizer(options: Options, resolved: ResolvedModel) -> Tokenizer:
-    path = resolved.path
-    if options.tokenizer is not None:
-        path = Path(options.tokenizer).expanduser()
-        if not path.exists():
-            raise ValueError(f"tokenizer={options.tokenizer!r}: there is no such file or folder.")
-    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_hf_folder(path)

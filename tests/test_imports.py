@@ -23,7 +23,7 @@ LAYERS = [
     {"text"},
     {"engine"},
     {"outputs", "options", "prompts"},
-    {"completion"},
+    {"completion", "startup"},
     {"llm"},
     {"bench"},
     {"cli"},

@@ -83,7 +83,7 @@ class Stats:
     def print(self) -> None:
         """Write the table to standard error."""
         rows = [
-            ("load", f"{self._loaded - self._start:.1f} s, model and imports"),
+            ("load", f"{self._loaded - self._start:.1f} s, imports, model and its programs"),
             ("compile", f"{self._compiling(self._start, self._end):.1f} s, {self._cached()}"),
         ]
         if self._first_text:

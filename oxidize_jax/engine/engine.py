@@ -34,13 +34,13 @@ from oxidize_jax.engine import programs
 from oxidize_jax.engine.recorder import NoRecorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.step import EngineState, Model, Params
+from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
 from oxidize_jax.engine.updates import FINISH_REASONS as FINISH_REASONS
 from oxidize_jax.engine.updates import RequestUpdate as RequestUpdate
 from oxidize_jax.engine.updates import Running, news
-from oxidize_jax.engine.warmup import CompileCounter
+from oxidize_jax.engine.warmup import CompileCounter, WarmUp
 from oxidize_jax.scheduler import invariants, stats
-from oxidize_jax.scheduler.fork import Fork
-from oxidize_jax.scheduler.state import FINISHED, NO_TOKEN
+from oxidize_jax.scheduler.state import FINISHED
 from oxidize_jax.scheduler.stats import StepStats
 from oxidize_jax.scheduler.submit import NewRequest
 
@@ -143,6 +143,11 @@ class Engine:
         engine was made. It stands still once everything is warm."""
         return self._compiles.count
 
+    def warm_up(self) -> None:
+        """Compile every program now, so that no request waits for a compiler."""
+        for _ in WarmUp(self.config, self.model, self.params).finish():
+            pass
+
     def has(self, request_id: int) -> bool:
         """Whether the request is still waiting, queued or running."""
         return request_id in self._unfinished
@@ -154,6 +159,7 @@ class Engine:
     def add_group(self, request: EngineRequest, keys: Sequence[tuple[int, int]]) -> list[int]:
         """Queue several continuations of one prompt, one for each threefry key; their ids.
 
+        Like :meth:`abort` it touches no device state, and other threads may call it any time.
         The prompt is computed once: the others are forks of the first and share its blocks
         until they write. Raises ValueError for what can never run.
         """
@@ -164,9 +170,13 @@ class Engine:
         for key in keys:
             request_id = next(self._ids)
             one = dataclasses.replace(request, key=key)
-            # In this order: what only the queue knows counts as aborted.
-            heapq.heappush(self._queue, (request.priority, request_id, one, parent))
+            # First, for what only the queue knows counts as aborted.
             self._unfinished.add(request_id)
+            try:
+                heapq.heappush(self._queue, (request.priority, request_id, one, parent))
+            except BaseException:
+                self._unfinished.discard(request_id)
+                raise
             ids.append(request_id)
             parent = ids[0]
         return ids
@@ -192,40 +202,22 @@ class Engine:
             if parent is None or len(free) < len(keys):
                 return None
             ids = [next(self._ids) for _ in keys]
-            event = self._fork_event(parent.slot, free[: len(keys)], keys, ids)
+            slots, n = tuple(free[: len(keys)]), len(keys)
+            words = tuple((int(first), int(second)) for first, second in keys)
+            fork = Fork(parent.slot, slots, words, tuple(ids), (None,) * n, (0.0,) * n)
+            event = new_fork(self.config, fork)
             self._recorder.fork(event)
             # All runs have been read: the parent is alive and the slots are free.
             scheduler, _ = programs.fork(self.config, self.state.scheduler, event)
             self._update(scheduler)
             told = [update for update in self._news if update.request_id == request_id]
-            for child, key, slot in zip(ids, keys, free, strict=False):
+            for child, key, slot in zip(ids, keys, slots, strict=True):
                 self._unfinished.add(child)
                 self._slots[slot] = child
                 request = dataclasses.replace(parent.request, key=key)
                 self._requests[child] = Running(slot, request, parent.cursor)
                 self._news += [dataclasses.replace(update, request_id=child) for update in told]
             return ids
-
-    def _fork_event(
-        self, parent: int, slots: list[int], keys: Sequence[tuple[int, int]], ids: list[int]
-    ) -> Fork:
-        """The event in the one shape that the program is compiled for."""
-        r = self.config.max_num_requests
-        children = np.full((r,), r, np.int32)
-        children[: len(slots)] = slots
-        words = np.zeros((r, 2), np.uint32)
-        words[: len(keys)] = np.asarray(keys, np.uint32).reshape(-1, 2)
-        arrivals = np.zeros((r,), np.int32)
-        arrivals[: len(ids)] = ids
-        fields: dict[str, Any] = {
-            "parent": np.int32(parent),
-            "children": children,
-            "keys": words,
-            "arrivals": arrivals,
-            "last_tokens": np.full((r,), NO_TOKEN, np.int32),
-            "last_logprobs": np.zeros((r,), np.float32),
-        }
-        return Fork(**fields)
 
     def reset_prefix_cache(self) -> None:
         """Let nothing computed so far be hit again: call it when ``params`` have changed.
@@ -331,42 +323,39 @@ class Engine:
             if owner is not None:
                 continue
             _, request_id, request, parent = heapq.heappop(self._queue)
-            new = self._new_request(request_id, request, parent)
+            new = self._new_request(slot, request_id, request, parent)
             self._slots[slot] = request_id
             self._requests[request_id] = Running(slot, request, len(request.prompt_token_ids))
+            if request_id not in self._unfinished:  # aborted this moment
+                self._requests.pop(request_id, None)
+                self._aborted.append((slot, request_id))
             self._recorder.submit(slot, new)
             self._update(programs.submit(self.config, self.state.scheduler, np.int32(slot), new))
 
     def _new_request(
-        self, request_id: int, request: EngineRequest, parent: int | None
+        self, slot: int, request_id: int, request: EngineRequest, parent: int | None
     ) -> NewRequest:
-        config, prompt = self.config, request.prompt_token_ids
         # A parent that has gone, or has lost its slot, has no blocks to share any more.
         entry = None if parent is None else self._requests.get(parent)
-        fork_of = config.max_num_requests if entry is None else entry.slot
-        tokens = np.zeros((config.max_model_len,), np.int32)
-        tokens[: len(prompt)] = prompt
-        stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
-        stops[: len(request.stop_token_ids)] = request.stop_token_ids
-        limit = config.max_model_len
-        arrays: dict[str, Any] = {
-            "tokens": tokens,
-            "prompt_len": np.int32(len(prompt)),
-            "max_new_tokens": np.int32(min(request.max_new_tokens, limit)),
-            "min_new_tokens": np.int32(min(request.min_new_tokens, limit)),
-            "arrival": np.int32(request_id),
-            "priority": np.int32(request.priority),
-            "stop_ids": stops,
-            "temperature": np.float32(request.temperature),
-            "top_k": np.int32(min(request.top_k, self.model.vocab_size)),
-            "top_p": np.float32(request.top_p),
-            "key": np.asarray(request.key, np.uint32),
-            "salt": np.int32(request.salt),
-            "use_cache": np.bool_(request.use_cache),
-            "fork_of": np.int32(fork_of),
-            "want_logprobs": np.bool_(bool(request.num_logprobs)),
-        }
-        return NewRequest(**arrays)
+        limit = self.config.max_model_len
+        event = Submit(
+            slot,
+            prompt=request.prompt_token_ids,
+            max_new_tokens=min(request.max_new_tokens, limit),
+            min_new_tokens=min(request.min_new_tokens, limit),
+            arrival=request_id,
+            priority=request.priority,
+            stop_ids=request.stop_token_ids,
+            temperature=request.temperature,
+            top_k=min(request.top_k, self.model.vocab_size),
+            top_p=request.top_p,
+            key=request.key,
+            salt=request.salt,
+            use_cache=request.use_cache,
+            fork_of=None if entry is None else entry.slot,
+            want_logprobs=bool(request.num_logprobs),
+        )
+        return new_request(self.config, event)
 
     def _update(self, scheduler: Any) -> None:
         self.state = programs.with_scheduler(self.state, scheduler)
@@ -376,7 +365,7 @@ class Engine:
         dispatch = self._in_flight.popleft()
         drained = programs.unpack(self.config, fetch(dispatch.packed))
         steps = int(drained.steps)
-        read = stats.read(drained.history, self._steps, steps)
+        read = stats.read(np.asarray(drained.history), self._steps, steps)
         self._new_stats += read
         self._steps = steps
         self.peak_blocks_used = max([self.peak_blocks_used, *(s.blocks_used for s in read)])

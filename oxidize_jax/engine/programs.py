@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,11 @@ class Drained:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def start(config: EngineConfig, model: Model, secret: jax.Array) -> EngineState:
-    """:func:`~oxidize_jax.engine.step.init_state` in one program; array by array takes many."""
+def start(config: EngineConfig, model: Model, secret: Any) -> EngineState:
+    """:func:`~oxidize_jax.engine.step.init_state` in one program; array by array takes many.
+
+    ``secret`` is ``u32[]``.
+    """
     return init_state(config, model, secret)
 
 

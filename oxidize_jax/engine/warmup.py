@@ -1,11 +1,30 @@
-"""Warm-up: compile every program of an engine before there is a request, or even a weight."""
+"""Warm-up: compile every program of an engine before there is a request, or even a weight.
+
+A program is compiled for shapes, and those follow from the configuration and the header of
+a checkpoint. So it is done in threads while the weights are read. The programs are those of
+:mod:`~oxidize_jax.engine.programs`, through ``jit(...).lower(...).compile()``: JAX keeps what
+comes of it, and the first call neither traces nor compiles.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+
+from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine import programs
+from oxidize_jax.engine.step import Model, Params, init_state
+from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """What JAX tells its listeners of each program that it compiles or takes from its disk cache."""
+_THREADS = 2
 
 
 class CompileCounter:
@@ -27,3 +46,86 @@ class CompileCounter:
 
 
 jax.monitoring.register_event_duration_secs_listener(CompileCounter._listen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that an engine takes on its device, parameters apart."""
+
+    state: int
+    """KV cache and scheduler."""
+    temporary: int
+    """What a run needs beside them, as the compiler says."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.state + self.temporary
+
+
+class WarmUp:
+    """Compiles the programs of one engine in threads, from now on.
+
+    Args:
+      params: the arrays of the model, or jax.ShapeDtypeStruct in their places.
+
+    The threads do not see JAX's context managers (``jax.default_device`` and the like) that
+    surround the call; in such a context the engine compiles once more when it is used.
+    """
+
+    def __init__(self, config: EngineConfig, model: Model, params: Params) -> None:
+        self._state = jax.eval_shape(partial(init_state, config, model))
+        jobs = _programs(config, model, params, self._state)
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="warm-up")
+        self._jobs: dict[str, Future[Any]] = {
+            name: pool.submit(lambda lower: lower().compile(), lower)
+            for name, lower in jobs.items()
+        }
+        pool.shutdown(wait=False)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def finish(self, every: float = 0.5) -> Iterator[int]:
+        """How many are compiled, each ``every`` seconds until all are. Raises what went wrong."""
+        waiting = set(self._jobs.values())
+        while waiting:
+            done, waiting = wait(waiting, timeout=every)
+            for job in done:
+                job.result()
+            yield len(self._jobs) - len(waiting)
+
+    def cancel(self) -> None:
+        """Begin no program any more. One that is being compiled cannot be stopped."""
+        for job in self._jobs.values():
+            job.cancel()
+
+    def memory(self) -> Memory:
+        """What the engine takes. Waits for the largest program."""
+        analysis = self._jobs["run"].result().memory_analysis()
+        leaves = jax.tree.leaves(self._state)
+        return Memory(
+            state=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            # Not every backend analyses.
+            temporary=analysis.temp_size_in_bytes if analysis is not None else 0,
+        )
+
+
+def _programs(
+    config: EngineConfig, model: Model, params: Params, state: Any
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """What traces and lowers each program, the largest first."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    scheduler = state.scheduler
+    request = new_request(config, Submit(0, (0,), 1))
+    fork = new_fork(config, Fork(0, (1,), ((0, 0),), (0,), (None,), (0.0,)))
+    secret = jax.ShapeDtypeStruct((), jnp.uint32)
+    return {
+        "run": lambda: programs.run.lower(config, model, params, state, number),
+        "start": lambda: programs.start.lower(config, model, secret),
+        "drain": lambda: programs.drain.lower(config, scheduler),
+        "submit": lambda: programs.submit.lower(config, scheduler, number, request),
+        "abort": lambda: programs.abort.lower(scheduler, number),
+        "fork": lambda: programs.fork.lower(config, scheduler, fork),
+        "reset_prefix_cache": lambda: programs.reset_prefix_cache.lower(scheduler),
+    }

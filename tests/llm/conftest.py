@@ -13,6 +13,7 @@ SIZES = {
     "block_size": 4,
     "max_logprobs": 3,
     "progress": False,
+    "warm_up": False,  # tests of it are in test_warmup.py: it takes a second for each size
 }
 
 

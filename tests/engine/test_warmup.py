@@ -1,0 +1,143 @@
+"""Warm-up: every program is there before the first request, and no other comes after it."""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+from fake_model import VOCAB, FakeModel, solo
+from host_engine import CONFIG, request, run, tokens
+
+from oxidize_jax.engine import programs
+from oxidize_jax.engine.engine import Engine
+from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.engine.step import init_state
+from oxidize_jax.engine.warmup import COMPILE_EVENT, CompileCounter, WarmUp
+
+# Sizes of no other test: nothing is compiled yet. One bucket, to be compiled soon.
+OWN = dataclasses.replace(CONFIG, max_model_len=40, num_blocks=14, max_num_batched_tokens=4)
+TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = Engine(OWN, FakeModel(), None)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture
+def traced():
+    """Names of the programs that are traced in the test."""
+    names = []
+
+    def listen(event, _, fun_name="", **__):
+        if event == TRACE_EVENT:
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def use_everything(engine, rng, requests):
+    """Random requests of every kind, with aborts, forks and resets."""
+    ids = []
+    while requests > 0 or engine.num_unfinished:
+        while requests > 0 and rng.random() < 0.5:
+            keys = [(rng.getrandbits(32), i) for i in range(rng.choice([1, 1, 1, 2, 3]))]
+            requests -= len(keys)
+            prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30)))
+            sampled = EngineRequest(
+                prompt,
+                rng.randrange(1, 12),
+                min_new_tokens=rng.choice([0, 2]),
+                stop_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(3))),
+                temperature=rng.choice([0, 0.5, 1]),
+                top_k=rng.choice([0, 7]),
+                top_p=rng.choice([1, 0.8]),
+                num_logprobs=rng.choice([None, 0, 2]),
+                priority=rng.choice([0, -1]),
+                salt=rng.choice([0, 3]),
+                use_cache=rng.random() < 0.9,
+            )
+            ids += engine.add_group(sampled, keys)
+        if ids and rng.random() < 0.3:
+            engine.abort(rng.choice(ids[-4:]))
+        if ids and rng.random() < 0.3:
+            engine.fork(rng.choice(ids[-4:]), [(1, rng.getrandbits(32))])
+        if rng.random() < 0.1:
+            engine.reset_prefix_cache()
+        engine.step(rng.choice([1, 2, 5, 16]))
+
+
+def test_200_mixed_requests_neither_trace_nor_compile_anything(engine, traced):
+    count = engine.num_compiles
+    assert count >= 6  # ``start`` was compiled with the engine
+    use_everything(engine, random.Random(2), 200)
+    assert engine.num_compiles == count
+    assert traced == []
+    totals = jax.device_get(engine.state.scheduler.totals)
+    assert totals.forked_tokens > 0
+    assert totals.generated_tokens > 400
+
+
+def test_a_failed_step_compiles_nothing_either(engine, monkeypatch):
+    count = engine.num_compiles
+    engine.add(request([1, 2], 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "drain", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="division by zero"):
+            engine.step()
+    again = engine.add(request([1, 2], 5))
+    assert tokens(run(engine)[again]) == solo([1, 2], 5)[2:]
+    assert engine.num_compiles == count
+
+
+def test_the_counter_counts_what_is_compiled_from_its_beginning_on():
+    def compile_one(number):
+        return jax.jit(lambda x: x * np.float32(number)).lower(np.float32(1)).compile()
+
+    first = CompileCounter()
+    compile_one(3)
+    second = CompileCounter()
+    compile_one(5)
+    assert (first.count, second.count) == (2, 1)
+    assert COMPILE_EVENT.startswith("/jax/")
+
+
+def test_the_memory_of_an_engine_is_that_of_its_state_and_of_a_run(engine):
+    warming = WarmUp(OWN, FakeModel(), None)
+    assert list(warming.finish())[-1] == len(warming) == 7
+    memory = warming.memory()
+    state = init_state(OWN, FakeModel())
+    assert memory.state == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert 0 < memory.temporary < 2**30
+    assert memory.total == memory.state + memory.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class UntraceableModel(FakeModel):
+    def forward(self, params, kv, batch):
+        raise NotImplementedError("this model has no forward")
+
+
+def test_what_goes_wrong_is_raised_and_the_rest_can_be_cancelled():
+    warming = WarmUp(OWN, UntraceableModel(), None)
+    with pytest.raises(NotImplementedError, match="no forward"):
+        list(warming.finish())
+    warming.cancel()
+
+
+def test_every_array_of_the_state_is_its_own(engine):
+    assert_clean_of(engine)
+    leaves = jax.tree.leaves(programs.start(OWN, FakeModel(), np.uint32(5)))
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+    assert len(set(pointers)) == len(pointers)
+
+
+def assert_clean_of(engine):
+    engine.step()
+    pool = jax.device_get(engine.state.scheduler.pool)
+    assert int(pool.num_free) + int(pool.num_cached) == OWN.num_blocks
