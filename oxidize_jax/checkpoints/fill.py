@@ -12,7 +12,7 @@ from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelErro
 from oxidize_jax.checkpoints.mapping import stored_names
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.quantize import is_matrix, quantize_rows_on_host, scale_name
+from oxidize_jax.model.quantize import is_matrix, quantize_weight_on_host, scale_name
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.progress import progress_bar
 
@@ -177,7 +177,7 @@ def _fill(layer: list[np.ndarray], tensor: StoredTensor, row_map: np.ndarray | N
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         chunk = _read_finite(tensor, start, stop, layer[0].dtype)
-        parts = quantize_rows_on_host(chunk) if layer[0].dtype == np.int8 else (chunk,)
+        parts = quantize_weight_on_host(chunk) if layer[0].dtype == np.int8 else (chunk,)
         for out, values in zip(layer, parts, strict=True):
             out = out.reshape(rows, -1)
             values = values.reshape(stop - start, -1)

@@ -88,7 +88,7 @@ def build(
     check_backend(attention)
     platform = platform or jax.default_backend()
     kv_cache.storage_dtype(kv_dtype, platform)
-    quantized = "embed.weight" in params and params["embed.weight"].dtype == jnp.int8
+    quantized = any(leaf.dtype == jnp.int8 for leaf in params.values())
     _check_params(config, params, quantized)
     (trunk, layer), _ = split_modules(config, quantized)
     decoder = Decoder(config, trunk, layer, platform, attention, kv_dtype, quantized)

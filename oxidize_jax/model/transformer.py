@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.quantize import dequantize_rows, quantize_rows
+from oxidize_jax.model.quantize import dequantize_weight, quantize_inputs
 
 LAYERS = "layers."
 """Prefix of the parameters that are stacked over layers."""
@@ -135,9 +135,10 @@ class Matrix(nnx.Module):
     float32 sums, the fast path of every platform. Float32 weights mean exact float32, also
     where the default precision of a float32 product would be less (TPU, and GPU's tf32).
 
-    ``quantized`` weights are int8 with a scale for each output. Inputs are then rounded to
-    int8 with a scale for each token, found from that token alone: what a token gets does not
-    depend on which others are in the batch. Products are summed in int32, hence exactly.
+    ``quantized`` weights are int8 with a scale for each output, as
+    :mod:`oxidize_jax.model.quantize` makes them. Inputs are then rounded to int8 with a scale
+    for each token, found from that token alone: what a token gets does not depend on which
+    others are in the batch. Products are summed in int32, hence exactly.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Matrix(nnx.Module):
         rows = self.weight[...].at[index].get(mode="clip")
         if self.scale is None:
             return rows.astype(jnp.float32)
-        return dequantize_rows(rows, self.scale[...].at[index].get(mode="clip"))
+        return dequantize_weight(rows, self.scale[...].at[index].get(mode="clip"))
 
     def _dot(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
@@ -172,7 +173,7 @@ class Matrix(nnx.Module):
         )
 
     def _int8_dot(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        rows, row_scale = quantize_rows(x)
+        rows, row_scale = quantize_inputs(x)
         total = lax.dot_general(rows, self.weight[...], _BY_ROWS, preferred_element_type=jnp.int32)
         return total.astype(jnp.float32) * row_scale[:, None] * scale
 
