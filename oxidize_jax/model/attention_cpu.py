@@ -124,7 +124,7 @@ def plan_sizes(
 
 def make_splits(sizes: Sizes, lengths: jax.Array, tables: jax.Array) -> Splits:
     """``lengths i32[n]`` keys that each row sees, 0 for padding; ``tables i32[n, M]``."""
-    n, width = tables.shape
+    n = tables.shape[0]
     count = -(-lengths // sizes.keys)
     ends = prefix_sum(count)
     first = ends - count

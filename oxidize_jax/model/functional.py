@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,9 @@ from oxidize_jax.model.attention import AttentionSpec, check_backend, make_atten
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.transformer import (
+    APART,
     LAYERS,
+    Projections,
     angles,
     merge,
     parameter_shapes,
@@ -80,6 +82,7 @@ def build(
     :func:`~oxidize_jax.model.quantize.quantize`, with int8 matrices and their scales. Arrays
     may be jax.ShapeDtypeStruct, to compile without weights. The leaves are these same arrays,
     but for bfloat16 on a CPU, where those of the layers become uint16 views of the same bits.
+    On a CPU each layer's are there once more by themselves, as views of the same memory.
     ``platform`` defaults to JAX's own.
 
     Raises ValueError naming a parameter that is missing, unknown, or of the wrong shape or
@@ -92,7 +95,8 @@ def build(
     _check_params(config, params, quantized)
     (trunk, layer), _ = split_modules(config, quantized)
     decoder = Decoder(config, trunk, layer, platform, attention, kv_dtype, quantized)
-    return decoder, {name: _stored(name, leaf, platform) for name, leaf in params.items()}
+    leaves = {name: _stored(name, leaf, platform) for name, leaf in params.items()}
+    return decoder, leaves | _apart(config, leaves, platform)
 
 
 def forward(
@@ -120,34 +124,96 @@ def forward(
     write = kv_cache.make_write(batch, spec.num_blocks, block_size, decoder.platform)
     rotation = angles(batch.positions, config)
 
+    def mix(index: jax.Array, qkv: Projections, cache: Cache) -> tuple[jax.Array, Cache]:
+        kv, scratch = cache
+        q, k, v = qkv
+        kv = write(kv, index, k, v)
+        out, scratch = attention.attend(q, kv, index, scratch)
+        return out, (kv, scratch)
+
+    trunk = merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if _is_of_trunk(n)})
+    x = trunk.embed_tokens(batch.token_ids)
+    # In a step of few tokens cutting the weights out of their stack takes half of the time.
+    apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
+    layers = _layers_apart if apart else _layers_stacked
+    x, (kv, _) = layers(decoder, leaves, rotation, mix, x, (kv, attention.scratch))
+    hidden = x.at[batch.logits_indices].get(mode="clip")
+    return trunk.logits(hidden), kv
+
+
+Cache = tuple[jax.Array, Any]
+"""``(kv, scratch)``"""
+_Mix = Callable[[jax.Array, Projections, Cache], tuple[jax.Array, Cache]]
+
+
+def _layers_stacked(
+    decoder: Decoder, leaves: Leaves, rotation: jax.Array, mix: _Mix, x: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """All layers, their weights cut out of the stacks: one body, compiled once."""
+
     def layer(
-        carry: tuple[jax.Array, tuple[jax.Array, Any]], inputs: tuple[jax.Array, Leaves]
-    ) -> tuple[tuple[jax.Array, tuple[jax.Array, Any]], None]:
+        carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Leaves]
+    ) -> tuple[tuple[jax.Array, Cache], None]:
         index, weights = inputs
-
-        def mix(
-            q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple[jax.Array, Any]
-        ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            kv, scratch = cache
-            kv = write(kv, index, k, v)
-            out, scratch = attention.attend(q, kv, index, scratch)
-            return out, (kv, scratch)
-
         module = merge(decoder.layer, {n: _unpacked(w) for n, w in weights.items()})
-        return module(*carry, rotation, mix), None
+        return module(*carry, rotation, lambda q, k, v, c: mix(index, (q, k, v), c)), None
 
-    trunk_leaves = {n: leaf for n, leaf in leaves.items() if not n.startswith(LAYERS)}
     stacked = {
         n.removeprefix(LAYERS): _stored(n, leaf, decoder.platform)
         for n, leaf in leaves.items()
         if n.startswith(LAYERS)
     }
-    trunk = merge(decoder.trunk, trunk_leaves)
-    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-    x = trunk.embed_tokens(batch.token_ids)
-    (x, (kv, _)), _ = lax.scan(layer, (x, (kv, attention.scratch)), (indices, stacked))
-    hidden = x.at[batch.logits_indices].get(mode="clip")
-    return trunk.logits(hidden), kv
+    indices = jnp.arange(decoder.config.num_layers, dtype=jnp.int32)
+    return lax.scan(layer, (x, cache), (indices, stacked))[0]
+
+
+def _layers_apart(
+    decoder: Decoder, leaves: Leaves, rotation: jax.Array, mix: _Mix, x: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """All layers, each with weights of its own, which XLA reads where they are.
+
+    What has weights is a branch for each layer, from one layer's attention to the next one's.
+    The cache never enters a branch, which would copy it, and attention is compiled once.
+    """
+    count = decoder.config.num_layers
+    modules = [merge(decoder.layer, _layer_leaves(leaves, index)) for index in range(count)]
+
+    def branch(index: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Projections]]:
+        following = modules[min(index + 1, count - 1)]
+
+        def run(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
+            x = modules[index].finish(x, mixed)
+            return x, following.project(x, rotation)
+
+        def run_last(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
+            nothing = jax.eval_shape(following.project, x, rotation)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nothing)
+            return modules[index].finish(x, mixed), zeros
+
+        return run if index + 1 < count else run_last
+
+    branches = [branch(index) for index in range(count)]
+
+    def layer(
+        carry: tuple[jax.Array, Projections, Cache], index: jax.Array
+    ) -> tuple[tuple[jax.Array, Projections, Cache], None]:
+        x, qkv, cache = carry
+        mixed, cache = mix(index, qkv, cache)
+        x, qkv = lax.switch(index, branches, x, mixed)
+        return (x, qkv, cache), None
+
+    start = (x, modules[0].project(x, rotation), cache)
+    x, _, cache = lax.scan(layer, start, jnp.arange(count, dtype=jnp.int32))[0]
+    return x, cache
+
+
+def _is_of_trunk(name: str) -> bool:
+    return not name.startswith((LAYERS, APART))
+
+
+def _layer_leaves(leaves: Leaves, index: int) -> Leaves:
+    prefix = f"{APART}{index}."
+    return {n.removeprefix(prefix): leaf for n, leaf in leaves.items() if n.startswith(prefix)}
 
 
 def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
@@ -184,6 +250,30 @@ def _stored(name: str, leaf: Any, platform: str) -> Any:
     if isinstance(leaf, Tracer):
         return lax.bitcast_convert_type(leaf, jnp.uint16)
     return jax.device_put(np.asarray(leaf).view(np.uint16), may_alias=True)
+
+
+def _apart(config: ModelConfig, leaves: Leaves, platform: str) -> Leaves:
+    """On a CPU, every layer's parameters by themselves, without a copy; else nothing.
+
+    XLA:CPU can multiply with a matrix that is an argument as it lies there. One that is cut out
+    of a stack by a running index is copied first, in every layer of every step.
+    """
+    if platform != "cpu" or any(isinstance(leaf, Tracer) for leaf in leaves.values()):
+        return {}
+    return {
+        f"{APART}{index}.{name.removeprefix(LAYERS)}": _view(leaf, index)
+        for name, leaf in leaves.items()
+        if name.startswith(LAYERS)
+        for index in range(config.num_layers)
+    }
+
+
+def _view(leaf: Any, index: int) -> Any:
+    """``leaf[index]`` in the same memory, of the type it stands for."""
+    dtype = jnp.dtype(jnp.bfloat16 if leaf.dtype == jnp.uint16 else leaf.dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
+    return jax.device_put(np.asarray(leaf)[index].view(dtype), may_alias=True)
 
 
 def _check_layout(decoder: Decoder, leaves: Leaves) -> None:

@@ -23,8 +23,14 @@ from oxidize_jax.model.quantize import dequantize_weight, quantize_inputs
 LAYERS = "layers."
 """Prefix of the parameters that are stacked over layers."""
 
+APART = "layer."
+"""Prefix of the parameters of one layer, followed by its number."""
+
 _BY_ROWS = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x @ weight.T``."""
+
+Projections = tuple[jax.Array, jax.Array, jax.Array]
+"""``(q f32[T, H, D], k f32[T, G, D], v f32[T, G, D])``, queries and keys rotated."""
 
 Mix = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """``mix(q, k, v, kv) -> (f32[T, H, D], kv)``: put k and v in the cache, attend from q."""
@@ -117,15 +123,23 @@ class Layer(nnx.Module):
         self, x: jax.Array, kv: Any, rotation: jax.Array, mix: Mix
     ) -> tuple[jax.Array, Any]:
         """``x f32[T, E]`` and the cache, after this layer; ``rotation`` from :func:`angles`."""
+        mixed, kv = mix(*self.project(x, rotation), kv)
+        return self.finish(x, mixed), kv
+
+    def project(self, x: jax.Array, rotation: jax.Array) -> Projections:
+        """Queries ``f32[T, H, D]``, keys and values ``f32[T, G, D]`` of the tokens."""
         config, tokens = self.config, x.shape[0]
         h = self.input_norm(x)
         q = self.q(h).reshape(tokens, config.num_heads, config.head_dim)
         k = self.k(h).reshape(tokens, config.num_kv_heads, config.head_dim)
         v = self.v(h).reshape(tokens, config.num_kv_heads, config.head_dim)
-        mixed, kv = mix(rotate(q, rotation), rotate(k, rotation), v, kv)
-        x = x + self.o(mixed.reshape(tokens, -1))
+        return rotate(q, rotation), rotate(k, rotation), v
+
+    def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave."""
+        x = x + self.o(mixed.reshape(x.shape[0], -1))
         h = self.post_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h)), kv
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
 
 
 class Matrix(nnx.Module):
