@@ -188,6 +188,7 @@ def _generate(
     config: GenerateConfig, params: Params, prompts: Prompts, sampling: Sampling
 ) -> Generated:
     params, prompts, sampling = lax.stop_gradient((params, prompts, sampling))
+    prompts = jax.tree.map(lambda x: x.astype(jnp.int32), prompts)
     (num_prompts, width), num_stops = prompts.tokens.shape, sampling.stop_token_ids.shape[-1]
     engine = config.engine_config(num_prompts, width, num_stops)
     new = _requests(config, engine, prompts, sampling)

@@ -114,11 +114,14 @@ def check_prompts(prompts: Prompts) -> None:
     """Raise ValueError unless there are N rows of ids and N lengths."""
     tokens, lengths = prompts.tokens, prompts.lengths
     for name, values, rank in (("tokens", tokens, 2), ("lengths", lengths, 1)):
-        if np.ndim(values) != rank or not jnp.issubdtype(jnp.result_type(values), jnp.integer):
-            raise ValueError(
-                f"prompts.{name} is {jnp.result_type(values)}{list(np.shape(values))}: must be "
-                f"integers of rank {rank}; make prompts with pad_prompts or compact_prompts."
-            )
+        is_array = hasattr(values, "dtype")
+        if is_array and values.ndim == rank and jnp.issubdtype(values.dtype, jnp.integer):
+            continue
+        given = f"{values.dtype}{list(values.shape)}" if is_array else type(values).__name__
+        raise ValueError(
+            f"prompts.{name} is {given}: must be an array of integers of rank {rank}; make "
+            "prompts with pad_prompts or compact_prompts."
+        )
     if tokens.shape[0] != lengths.shape[0] or not tokens.size:
         raise ValueError(
             f"prompts has tokens {list(tokens.shape)} and lengths {list(lengths.shape)}: there "

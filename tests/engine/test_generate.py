@@ -25,9 +25,11 @@ from oxidize_jax.engine.inputs import (
     request_keys,
 )
 from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.llm import LLM
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.sampling.keys import child_key, key_data_from_seed
+from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
 
 W, N_SEQS = 8, 3
@@ -281,6 +283,20 @@ def test_called_as_it_is_it_is_compiled_once(decoder):
     assert _generate._cache_size() == before
 
 
+@pytest.mark.slow
+def test_a_real_model_says_what_llm_says(smollm2_path):
+    llm = LLM(smollm2_path, dtype="float32", max_model_len=64, max_num_seqs=2, progress=False)
+    texts = ["The capital of France is", "Once upon a time there was", "2 + 2 ="]
+    outputs = llm.generate(texts, SamplingParams(max_tokens=8, temperature=0))
+    model, params = llm.engine.model, llm.engine.params
+    prompts = pad_prompts([llm.tokenizer.encode(t) for t in texts], vocab_size=model.vocab_size)
+    config = GenerateConfig(model, 8, num_return_sequences=2, max_num_seqs=4)
+    stops = list(llm.tokenizer.eos_token_ids)
+    out = generate(params, prompts, Sampling(KEY, 0, stop_token_ids=stops), config)
+    for i, output in enumerate(outputs):
+        assert sequences(out, i) == [list(output.outputs[0].token_ids)] * 2
+
+
 def test_numbers_of_any_kind_are_arrays_of_one_type():
     kinds = [
         Sampling(KEY, 0, 0, 1, 5, 0, [1, 2]),
@@ -390,6 +406,7 @@ def call(prompts=None, key=KEY, model=None, params=None, **sampling):
         ({"key": jax.random.key(0, impl="rbg")}, r"key has data uint32\[4\]"),
         ({"key": jnp.zeros((3, 2), jnp.uint32)}, r"key has data uint32\[3, 2\]: .* 2, one"),
         ({"prompts": (jnp.ones((2,), jnp.int32),) * 2}, r"prompts.tokens is int32\[2\]"),
+        ({"prompts": ([[1]], [1])}, "prompts.tokens is list: must be an array of integers"),
         ({"prompts": (jnp.ones((2, 3)), jnp.ones((2,), jnp.int32))}, "prompts.tokens is float32"),
         ({"prompts": (jnp.ones((2, 3), jnp.int32), jnp.ones((3,), jnp.int32))}, "one length for"),
         ({"prompts": (jnp.ones((0, 3), jnp.int32), jnp.ones((0,), jnp.int32))}, "at least one row"),
