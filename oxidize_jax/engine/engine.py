@@ -99,6 +99,7 @@ class Engine:
         self._ids = itertools.count()
         self._queue: list[tuple[int, int, EngineRequest, int | None]] = []
         self._unfinished: set[int] = set()
+        programs.drained_shapes(config)  # so that no read traces it
         self._forget()
         self._renew()
         self._recorder = recorder or NoRecorder()
