@@ -70,7 +70,7 @@ def sample(logits: jax.Array, arrays: SamplingArrays, num_top_logprobs: int) -> 
     hot = arrays.temperature >= GREEDY_BELOW
     plain = ~jnp.any(hot) & jnp.all(arrays.suppress_ids >= logits.shape[1])
     tokens = lax.cond(plain, lambda: _argmax(logits), lambda: _drawn(logits, arrays, hot))
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    normalizer = _logsumexp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     top_ids, top_logprobs = _alternatives(
         logits, normalizer, arrays.want_logprobs, num_top_logprobs
@@ -106,14 +106,39 @@ def _perturbed(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax
 def _argmax(scores: jax.Array) -> jax.Array:
     """``i32[C]``: the first of the largest, 0 where all are -inf or NaN.
 
-    Two plain reductions: XLA:CPU runs them vectorised, and argmax one number at a time (26 ms
-    against 4 for 64 rows of 49,152).
+    Two passes of whole vectors: XLA:CPU runs argmax one number at a time (26 ms against 1 for
+    64 rows of 49,152).
     """
     best = jnp.max(scores, axis=-1, keepdims=True)
-    index = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    none = scores.shape[1]
-    first = jnp.min(jnp.where(scores == best, index, none), axis=-1)
-    return jnp.where(first < none, first, 0)
+    slices = _slices(scores)
+    none = len(slices)
+    nth = jnp.full(slices[0].shape, none, jnp.int32)
+    for i, part in enumerate(slices):
+        nth = jnp.minimum(nth, jnp.where(part == best, i, none))
+    width = nth.shape[1]
+    lane = jnp.arange(width, dtype=jnp.int32)
+    first = jnp.min(jnp.where(nth < none, nth * width + lane, scores.shape[1]), axis=-1)
+    return jnp.where(first < scores.shape[1], first, 0)
+
+
+def _logsumexp(logits: jax.Array) -> jax.Array:
+    """``f32[C]``, as jax.nn.logsumexp, in one pass of whole vectors behind the maximum."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    best = jnp.where(jnp.isfinite(best), best, 0)
+    slices = _slices(logits)
+    total = jnp.exp(slices[0] - best)
+    for part in slices[1:]:
+        total = total + jnp.exp(part - best)
+    return jnp.log(jnp.sum(total, axis=-1)) + best[:, 0]
+
+
+def _slices(x: jax.Array) -> list[jax.Array]:
+    """``f32[C, V]`` side by side as at most 64 pieces of one width, padded with -inf."""
+    width = max(64, -(-x.shape[1] // 64))
+    slices = [x[:, start : start + width] for start in range(0, x.shape[1], width)]
+    short = width - slices[-1].shape[1]
+    slices[-1] = jnp.pad(slices[-1], ((0, 0), (0, short)), constant_values=-jnp.inf)
+    return slices
 
 
 def _alternatives(
