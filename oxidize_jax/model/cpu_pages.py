@@ -26,6 +26,8 @@ from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.types import state
 
 _HIGH = 0xFFFF0000
+_PAGES = 32
+"""Pages that a step with prompts writes at a time."""
 
 
 @state
@@ -73,26 +75,46 @@ def write(
 
     Whole pages are read, changed and written: XLA:CPU scatters one index at a time.
     """
+    words = (to_words(k, kv.dtype), to_words(v, kv.dtype))
+    if plan.tokens.shape[1] == 1:
+        return _write(kv, layer, plan, words, num_blocks)
+    # Most steps write far fewer blocks than they might.
+    live = jnp.sum(plan.blocks < num_blocks, dtype=jnp.int32)
+    size = min(_PAGES, plan.blocks.shape[0])
+
+    def some(i: jax.Array, kv: jax.Array) -> jax.Array:
+        # The last ones begin early enough to be as many; to write a page again is no harm.
+        start = jnp.minimum(i * size, plan.blocks.shape[0] - size)
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), plan)
+        return _write(kv, layer, part, words, num_blocks)
+
+    return lax.fori_loop(0, (live + size - 1) // size, some, kv)
+
+
+def _write(
+    kv: jax.Array,
+    layer: jax.Array,
+    plan: WritePlan,
+    words: tuple[jax.Array, jax.Array],
+    num_blocks: int,
+) -> jax.Array:
     page = jnp.where(plan.blocks < num_blocks, plan.blocks + layer * num_blocks, kv.shape[0])
-    (u, slots), heads = plan.written.shape, k.shape[1]
+    (u, slots), heads = plan.written.shape, words[0].shape[1]
     old = gather_rows(kv, jnp.minimum(page, kv.shape[0] - 1))
     old = old.reshape(u, 2, heads, -1)
-    new_k = _of_slots(k, plan, kv.dtype).transpose(0, 2, 3, 1)
-    new_v = _of_slots(v, plan, kv.dtype).transpose(0, 2, 1, 3)
+    new_k = _of_slots(words[0], plan).transpose(0, 2, 3, 1)
+    new_v = _of_slots(words[1], plan).transpose(0, 2, 1, 3)
     stays = jnp.where(plan.fresh[:, None, None, None], jnp.zeros((), kv.dtype), old)
-    old_k, old_v = (
-        stays[:, 0].reshape(u, heads, -1, slots),
-        stays[:, 1].reshape(u, heads, slots, -1),
-    )
+    old_k = stays[:, 0].reshape(u, heads, -1, slots)
+    old_v = stays[:, 1].reshape(u, heads, slots, -1)
     new_k = jnp.where(plan.written[:, None, None, :], new_k, old_k).reshape(u, -1)
     new_v = jnp.where(plan.written[:, None, :, None], new_v, old_v).reshape(u, -1)
     pages = jnp.concatenate([new_k, new_v], axis=1)
     return kv.at[page].set(pages, mode="drop", unique_indices=True)
 
 
-def _of_slots(x: jax.Array, plan: WritePlan, dtype: jnp.dtype) -> jax.Array:
+def _of_slots(words: jax.Array, plan: WritePlan) -> jax.Array:
     """``[U, K or 1, G, N]``: the words of the token of each slot, any words where none goes."""
-    words = to_words(x, dtype)
     if plan.tokens.shape[1] == 1:
         return words[:, None]
     (t, *heads), flat = words.shape, words.reshape(words.shape[0], -1)
