@@ -27,6 +27,7 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.inputs import Prompts, Sampling, check_prompts, check_sampling, request_keys
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
 from oxidize_jax.model.functional import Decoder, build
+from oxidize_jax.model.transformer import APART
 from oxidize_jax.scheduler.state import LENGTH, NO_TOKEN, Totals
 from oxidize_jax.scheduler.submit import NewRequest, submit_all
 from oxidize_jax.types import BLOCK_SIZE, replace, state
@@ -161,7 +162,8 @@ def generate(
     Args:
       params: what ``config.model`` reads. For a Decoder, the leaves that
         :func:`~oxidize_jax.model.functional.build` returned, or a trainer's own flat dict
-        of the same names, all float32 or all bfloat16 (norms in float32).
+        of the names that it takes, all float32 or all bfloat16 (norms in float32). Train
+        the latter: the leaves may hold a layer's weights twice, as views.
       prompts: N of them; :class:`Prompts`, or its two arrays. There may be many more than
         ``max_num_seqs``: the rest wait.
       sampling: see :class:`Sampling`.
@@ -260,11 +262,11 @@ def _requests(
 
 
 def _leaves(model: Model, params: Params) -> Params:
-    """A Decoder's parameters checked, and stored as its loop over layers wants them."""
+    """A trainer's parameters of a Decoder checked, and stored as its loop over layers wants."""
     if not isinstance(model, Decoder):
         return params
     floats = (jnp.float32, jnp.bfloat16)
-    if any(leaf.dtype not in floats for leaf in jax.tree.leaves(params)):
+    if any(n.startswith(APART) or leaf.dtype not in floats for n, leaf in params.items()):
         return params  # what build returned, in a form of its own
     return build(
         model.config,

@@ -169,12 +169,18 @@ REAL_PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 11, 3], [4], [9, 9, 2]]
 
 
 @pytest.fixture(scope="module")
-def decoder():
-    return build(MODEL, jax.tree.map(jnp.asarray, random_params(MODEL)))
+def own():
+    """A trainer's parameters."""
+    return jax.tree.map(jnp.asarray, random_params(MODEL))
 
 
 @pytest.fixture(scope="module")
-def train(decoder):
+def decoder(own):
+    return build(MODEL, own)
+
+
+@pytest.fixture(scope="module")
+def train(decoder, own):
     """``train(params, sampling)``: two steps, ``(what each generated, its parameters)``.
 
     Half of the sequences wait for a row.
@@ -208,7 +214,7 @@ def train(decoder):
             jnp.float32(temperature),
             max_new_tokens=jnp.array(most, jnp.int32),
         )
-        return jax.device_get(program(decoder[1], sampling))
+        return jax.device_get(program(own, sampling))
 
     return run
 
@@ -238,13 +244,13 @@ def on_the_host(model, params, temperature):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_training_loop_makes_what_the_host_engine_makes_of_each_steps_parameters(
-    decoder, train, temperature
+    train, temperature
 ):
     outs, used = train(temperature)
     for step in range(2):
         made = by_sequence(outs, step)
         params = jax.tree.map(lambda x, step=step: jnp.asarray(x[step]), used)
-        for i, updates in enumerate(on_the_host(decoder[0], params, temperature)):
+        for i, updates in enumerate(on_the_host(*build(MODEL, params), temperature)):
             assert made.tokens[i].tolist() == [t for u in updates for t in u.token_ids]
             logprobs = [value for u in updates for value in u.logprobs]
             np.testing.assert_allclose(made.logprobs[i], logprobs, atol=1e-4)
@@ -417,10 +423,20 @@ def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, messag
         call(**given)
 
 
-def test_parameters_of_another_model_are_refused(decoder):
-    model, params = decoder
-    with pytest.raises(ValueError, match=r"'final_norm.weight' .* is missing|missing; add it"):
-        call(model=model, params={k: v for k, v in params.items() if "norm" not in k})
+def test_parameters_are_a_trainers_own_or_what_build_made_of_them(decoder, own):
+    prompts = pad_prompts([[1], [2]], vocab_size=61, width=4)
+    shapes = call(prompts, model=decoder[0], params=own)
+    assert call(prompts, model=decoder[0], params=decoder[1]) == shapes
+    assert shapes.tokens.shape == (2, 1, 4)
+
+
+def test_parameters_of_another_model_are_refused(decoder, own):
+    params = {name: leaf for name, leaf in own.items() if name != "final_norm.weight"}
+    assert len(params) == len(own) - 1
+    with pytest.raises(
+        ValueError, match=r"parameter 'final_norm.weight' \[24\] is missing; add it"
+    ):
+        call(model=decoder[0], params=params)
 
 
 @pytest.mark.parametrize(
