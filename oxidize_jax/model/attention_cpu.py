@@ -26,7 +26,7 @@ from oxidize_jax.arrays import prefix_sum, segments
 from oxidize_jax.model import cpu_pages
 from oxidize_jax.types import state
 
-SPLIT_BLOCKS = 4
+SPLIT_BLOCKS = 2
 """Blocks of a split. Fewer make more partial results, more leave more of the last one empty."""
 _BYTES = 3 * 2**19
 """Of pages gathered at a time. XLA:CPU copies less than about a megabyte on one core only, and
