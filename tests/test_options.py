@@ -249,8 +249,8 @@ def test_types_that_are_named_are_used(accelerator):
 def test_memory_of_a_cpu_is_two_gib_or_half_of_what_is_free(monkeypatch, free_kib, expected):
     text = f"MemTotal: 1 kB\nMemAvailable:  {free_kib} kB\n"
     monkeypatch.setattr(Path, "read_text", lambda self: text)
-    assert module._kv_memory(Options()) == expected
-    assert module._kv_memory(Options(kv_cache_gib=0.5)) == GIB // 2
+    assert module._kv_memory(Options(), 0) == expected
+    assert module._kv_memory(Options(kv_cache_gib=0.5), 0) == GIB // 2
 
 
 def test_memory_of_a_system_without_proc(monkeypatch):
@@ -259,15 +259,37 @@ def test_memory_of_a_system_without_proc(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get)
-    assert module._kv_memory(Options()) == 4096 * 1000 // 4
+    assert module._kv_memory(Options(), 0) == 4096 * 1000 // 4
 
 
 def test_memory_of_an_accelerator_is_nine_tenths_of_what_is_free(accelerator):
     accelerator({"bytes_limit": 100 * GIB, "bytes_in_use": 20 * GIB})
-    assert module._kv_memory(Options()) == int(0.9 * 80 * GIB)
-    assert module._kv_memory(Options(kv_cache_gib=3)) == 3 * GIB
+    assert module._kv_memory(Options(), 0) == int(0.9 * 80 * GIB)
+    assert module._kv_memory(Options(kv_cache_gib=3), 0) == 3 * GIB
     accelerator(None)
-    assert module._kv_memory(Options()) == int(0.9 * 4 * GIB)
+    assert module._kv_memory(Options(), 0) == int(0.9 * 4 * GIB)
+
+
+def test_memory_for_parameters_still_to_be_loaded_is_left_free(accelerator):
+    accelerator({"bytes_limit": 100 * GIB, "bytes_in_use": 20 * GIB})
+    assert module._kv_memory(Options(), 30 * GIB) == int(0.9 * 50 * GIB)
+    assert module._kv_memory(Options(), 81 * GIB) == 0
+    assert module._kv_memory(Options(kv_cache_gib=3), 30 * GIB) == 3 * GIB
+    with pytest.raises(ValueError, match="GiB are free: lower them"):
+        engine_config(Options(num_blocks=100), SMOLLM2, reserved=80 * GIB)
+
+
+def test_blocks_are_the_same_though_the_free_memory_is_not_quite(accelerator):
+    """Each number of blocks is a program of its own, which the compile cache may hold."""
+    block = kv_block_bytes(Options(dtype="float32"), SMOLLM2, 16)
+    chosen = Options(dtype="float32", max_num_seqs=40)
+    numbers = set()
+    for blocks in range(4000, 4096, 7):
+        accelerator({"bytes_limit": int((blocks + 0.5) * block / 0.9)})
+        numbers.add(engine_config(chosen, SMOLLM2).num_blocks)
+    assert numbers == {3968}  # 31 x 128
+    given = dataclasses.replace(chosen, kv_cache_gib=4001 * block / GIB)
+    assert engine_config(given, SMOLLM2).num_blocks == 4001
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -319,7 +341,7 @@ def test_table_of_the_gpu_preset_is_right(accelerator, gpu, total):
     weights = 2 * LLAMA3_8B.num_parameters
     for (gib, tokens), share in zip(stated, (0.75, 0.92), strict=True):
         accelerator({"bytes_limit": int(share * total * GIB), "bytes_in_use": weights})
-        memory = module._kv_memory(Options())
+        memory = module._kv_memory(Options(), 0)
         assert memory / GIB == pytest.approx(gib, abs=0.6)
         per_token = kv_block_bytes(Options(), LLAMA3_8B, 1)
         assert memory / per_token == pytest.approx(tokens, rel=0.01)
