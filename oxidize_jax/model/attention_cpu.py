@@ -33,6 +33,8 @@ _BYTES = 3 * 2**19
 much more falls out of the cores' own caches (2 MiB each, where this was measured)."""
 _CHAINS = 4
 """Sums that a core works on side by side: one alone would wait for each of its additions."""
+_COMBINED = 4
+"""Splits of a row that are combined at a time."""
 _LOWEST = -1e30
 """A finite score for what is not seen; its weight is exp(-1e30 - top) = 0."""
 
@@ -269,28 +271,36 @@ def _sum(terms: list[jax.Array]) -> jax.Array:
 
 
 def _combine(splits: Splits, scratch: Scratch) -> jax.Array:
-    """``f32[n, G, H', D]``: every row's splits, one after the other (online softmax)."""
+    """``f32[n, G, H', D]``: every row's splits, some at a time, in their order (online softmax)."""
     last = scratch.top.shape[0] - 1
+    some = jnp.arange(_COMBINED, dtype=jnp.int32)
 
     def add(j: jax.Array, carry: tuple) -> tuple:
         top, total, out = carry
-        there = (j < splits.count)[:, None, None]
-        place = jnp.minimum(splits.first + j, last)
-        new = jnp.where(there, scratch.top[place], _LOWEST)
-        new_top = jnp.maximum(top, new)
+        nth = j * _COMBINED + some
+        there = nth < splits.count[:, None]
+        place = jnp.minimum(splits.first[:, None] + nth, last)
+        tops = jnp.where(there[..., None, None], scratch.top[place], _LOWEST)
+        new_top = jnp.maximum(top, tops.max(axis=1))
         fade = jnp.exp(top - new_top)
-        gain = jnp.exp(new - new_top)
-        total = total * fade + jnp.where(there, gain * scratch.total[place], 0)
+        gain = jnp.exp(tops - new_top[:, None])
         # Beyond a row's splits lie those of other rows: 0 times their NaN would be NaN.
-        out = tuple(
-            x * fade[..., None] + jnp.where(there[..., None], gain[..., None] * more[place], 0)
-            for x, more in zip(out, scratch.out, strict=True)
-        )
-        return new_top, total, out
+        totals = jnp.where(there[..., None, None], gain * scratch.total[place], 0)
+
+        def summed(x: jax.Array, more: jax.Array) -> jax.Array:
+            x = x * fade[..., None]
+            for i in range(_COMBINED):
+                part = gain[:, i, :, :, None] * more[place[:, i]]
+                x = x + jnp.where(there[:, i, None, None, None], part, 0)
+            return x
+
+        out = tuple(summed(x, more) for x, more in zip(out, scratch.out, strict=True))
+        return new_top, total * fade + totals.sum(axis=1), out
 
     n = splits.count.shape[0]
     top = jnp.full((n, *scratch.top.shape[1:]), _LOWEST, jnp.float32)
     zeros = tuple(jnp.zeros((n, *x.shape[1:]), jnp.float32) for x in scratch.out)
     start = (top, jnp.zeros_like(top), zeros)
-    _, total, out = lax.fori_loop(0, splits.count.max(), add, start)
+    turns = (splits.count.max() + _COMBINED - 1) // _COMBINED
+    _, total, out = lax.fori_loop(0, turns, add, start)
     return jnp.concatenate(out, axis=-1) / jnp.where(total > 0, total, 1)[..., None]

@@ -31,6 +31,9 @@ from oxidize_jax.model.transformer import (
 Leaves = dict[str, jax.Array]
 """Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them."""
 
+EMBED_BITS = "embed.bits"
+"""On a CPU a bfloat16 embedding once more as uint16, to take rows of: XLA:CPU would make a
+float32 copy of the whole matrix first, in every run of a loop."""
 _WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -132,7 +135,11 @@ def forward(
         return out, (kv, scratch)
 
     trunk = merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if _is_of_trunk(n)})
-    x = trunk.embed_tokens(batch.token_ids)
+    if EMBED_BITS in leaves:
+        bits = leaves[EMBED_BITS].at[batch.token_ids].get(mode="clip")
+        x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+    else:
+        x = trunk.embed_tokens(batch.token_ids)
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
@@ -208,7 +215,7 @@ def _layers_apart(
 
 
 def _is_of_trunk(name: str) -> bool:
-    return not name.startswith((LAYERS, APART))
+    return not name.startswith((LAYERS, APART)) and name != EMBED_BITS
 
 
 def _layer_leaves(leaves: Leaves, index: int) -> Leaves:
@@ -243,13 +250,8 @@ def _stored(name: str, leaf: Any, platform: str) -> Any:
     XLA:CPU converts a whole bfloat16 array to float32 to slice a layer out of it (30 layers
     of 576 x 1536, 16 rows: 93 ms against 11). As uint16 it slices what is there.
     """
-    if not (platform == "cpu" and name.startswith(LAYERS) and leaf.dtype == jnp.bfloat16):
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.uint16)
-    if isinstance(leaf, Tracer):
-        return lax.bitcast_convert_type(leaf, jnp.uint16)
-    return jax.device_put(np.asarray(leaf).view(np.uint16), may_alias=True)
+    packed = platform == "cpu" and name.startswith(LAYERS) and leaf.dtype == jnp.bfloat16
+    return _bits(leaf) if packed else leaf
 
 
 def _apart(config: ModelConfig, leaves: Leaves, platform: str) -> Leaves:
@@ -260,12 +262,15 @@ def _apart(config: ModelConfig, leaves: Leaves, platform: str) -> Leaves:
     """
     if platform != "cpu" or any(isinstance(leaf, Tracer) for leaf in leaves.values()):
         return {}
-    return {
+    apart = {
         f"{APART}{index}.{name.removeprefix(LAYERS)}": _view(leaf, index)
         for name, leaf in leaves.items()
         if name.startswith(LAYERS)
         for index in range(config.num_layers)
     }
+    if leaves["embed.weight"].dtype == jnp.bfloat16:
+        apart[EMBED_BITS] = _bits(leaves["embed.weight"])
+    return apart
 
 
 def _view(leaf: Any, index: int) -> Any:
@@ -274,6 +279,15 @@ def _view(leaf: Any, index: int) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
     return jax.device_put(np.asarray(leaf)[index].view(dtype), may_alias=True)
+
+
+def _bits(leaf: Any) -> Any:
+    """A bfloat16 ``leaf`` as uint16 in the same memory."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.uint16)
+    if isinstance(leaf, Tracer):
+        return lax.bitcast_convert_type(leaf, jnp.uint16)
+    return jax.device_put(np.asarray(leaf).view(np.uint16), may_alias=True)
 
 
 def _check_layout(decoder: Decoder, leaves: Leaves) -> None:

@@ -170,7 +170,12 @@ class Matrix(nnx.Module):
 
     def rows(self, index: jax.Array) -> jax.Array:
         """Rows of the weight, ``i32[T] -> f32[T, in]``; an index past the end is the last."""
-        rows = self.weight[...].at[index].get(mode="clip")
+        weight = self.weight[...]
+        if weight.dtype == jnp.bfloat16:
+            # Bits, since XLA:CPU would make float32 of the whole matrix to take a few rows.
+            bits = lax.bitcast_convert_type(weight, jnp.uint16).at[index].get(mode="clip")
+            return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+        rows = weight.at[index].get(mode="clip")
         if self.scale is None:
             return rows.astype(jnp.float32)
         return dequantize_weight(rows, self.scale[...].at[index].get(mode="clip"))
