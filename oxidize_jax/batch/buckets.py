@@ -40,7 +40,7 @@ def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
         return tuple(decode)
     mixed = []
     for tokens in _ladder(2 * q, budget):
-        rows = min(seqs, tokens)
+        rows = max(_SMALLEST, min(seqs, tokens))
         mixed.append(Bucket(tokens, rows, 2 * -(-tokens // q), rows))
     return tuple(decode + mixed)
 
