@@ -160,7 +160,14 @@ def test_every_size_goes_into_the_engine_config():
         policy="decode_first",
         enable_prefix_caching=False,
         max_logprobs=2,
+        prefill_tile=32,
     )
+
+
+def test_prefill_tiles_are_larger_on_cpus(accelerator):
+    assert engine_config(Options(), TINY).prefill_tile == 32
+    accelerator({"bytes_limit": GIB})
+    assert engine_config(Options(), TINY).prefill_tile == EngineConfig.prefill_tile == 16
 
 
 def test_length_is_the_models_unless_chosen():

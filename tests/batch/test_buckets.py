@@ -46,6 +46,8 @@ def test_shapes_of_small_budgets(seqs, budget, tile, decode, mixed):
     shapes = buckets(config_of(seqs, budget, tile))
     assert [b.tokens for b in shapes if not b.tiles] == decode
     assert [b.tokens for b in shapes if b.tiles] == mixed
+    # One row would multiply each matrix, the head included, with a vector.
+    assert all(b.decode_rows == b.samples >= 2 for b in shapes)
 
 
 CONFIGS = [
