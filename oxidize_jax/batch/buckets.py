@@ -39,7 +39,7 @@ def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     if budget == 1:
         return tuple(decode)
     mixed = []
-    for tokens in _ladder(2 * q, budget):
+    for tokens in _ladder(min(4 * q, max(2 * q, budget)), budget):
         rows = max(_SMALLEST, min(seqs, tokens))
         mixed.append(Bucket(tokens, rows, 2 * -(-tokens // q), rows))
     return tuple(decode + mixed)
@@ -60,8 +60,9 @@ def select_bucket(
     return jnp.where(tokens > 0, jnp.argmax(fits).astype(jnp.int32), len(shapes))
 
 
-def _ladder(start: int, top: int) -> list[int]:
-    sizes = [start]
-    while sizes[-1] < top:
-        sizes.append(min(sizes[-1] * _GROWTH, top))
+def _ladder(least: int, top: int) -> list[int]:
+    """From ``top`` down as long as there is ``least`` left: each shape is compiled."""
+    sizes = [max(least, top)]
+    while sizes[0] // _GROWTH >= least:
+        sizes.insert(0, sizes[0] // _GROWTH)
     return sizes

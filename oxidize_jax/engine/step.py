@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oxidize_jax.arrays import apply_if
 from oxidize_jax.batch.buckets import Bucket, buckets, select_bucket
-from oxidize_jax.batch.build import build_batch, sampling_rows
+from oxidize_jax.batch.build import build_batch, pack_sample_rows, sampling_rows
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.sampling.sampler import SampleOutput, SamplingArrays, sample
@@ -116,27 +117,42 @@ def _execute(
     """
     scheduler = state.scheduler
     chosen = select_bucket(config, shapes, scheduler.plan.num_scheduled)
-    carry = (state.kv, _no_samples(config), jnp.zeros((), jnp.bool_))
+    rows = {shape.samples for shape in shapes}
+    # Logits by their number of rows: shapes that sample alike share one sampler.
+    room = {n: jnp.zeros((n, model.vocab_size), jnp.float32) for n in sorted(rows)}
+    carry = (state.kv, room, jnp.zeros((), jnp.bool_))
     for index, shape in enumerate(shapes):
 
-        def is_due(carry: tuple[Any, SampleOutput, jax.Array], index: int = index) -> jax.Array:
+        def is_due(carry: tuple[Any, Any, jax.Array], index: int = index) -> jax.Array:
             return (chosen == index) & ~carry[2]
 
         def run(
-            carry: tuple[Any, SampleOutput, jax.Array], shape: Bucket = shape
-        ) -> tuple[Any, SampleOutput, jax.Array]:
-            kv, samples, _ = carry
-            batch = build_batch(config, shape, scheduler)
-            logits, kv = model.forward(params, kv, batch)
-            arrays = sampling_arrays(scheduler, batch.sample_rows)
-            drawn = sample(logits, arrays, config.max_logprobs)
-            samples = jax.tree.map(
-                lambda rows, new: rows.at[batch.sample_rows].set(new, mode="drop"), samples, drawn
-            )
-            return kv, samples, jnp.ones((), jnp.bool_)
+            carry: tuple[Any, Any, jax.Array], shape: Bucket = shape
+        ) -> tuple[Any, Any, jax.Array]:
+            kv, room, _ = carry
+            logits, kv = model.forward(params, kv, build_batch(config, shape, scheduler))
+            return kv, {**room, shape.samples: logits}, jnp.ones((), jnp.bool_)
 
         carry = lax.while_loop(is_due, run, carry)
-    return carry[0], carry[1]
+    kv, room, _ = carry
+    samples = _no_samples(config)
+    taken = jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
+    for size, logits in room.items():
+        samples = apply_if(
+            taken == size,
+            lambda samples, logits=logits: _sampled(config, scheduler, logits, samples),
+            samples,
+        )
+    return kv, samples
+
+
+def _sampled(
+    config: EngineConfig, scheduler: SchedulerState, logits: jax.Array, samples: SampleOutput
+) -> SampleOutput:
+    """``samples`` with those of the rows that sample; ``logits f32[C, V]`` are in their order."""
+    rows = pack_sample_rows(scheduler, logits.shape[0])
+    drawn = sample(logits, sampling_arrays(scheduler, rows), config.max_logprobs)
+    return jax.tree.map(lambda all_, new: all_.at[rows].set(new, mode="drop"), samples, drawn)
 
 
 def _no_samples(config: EngineConfig) -> SampleOutput:

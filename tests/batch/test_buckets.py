@@ -23,10 +23,8 @@ def config_of(seqs, budget, tile):
 
 def test_the_default_shapes():
     assert buckets(config_of(16, 512, 16)) == (
-        Bucket(tokens=2, decode_rows=2, tiles=0, samples=2),
-        Bucket(tokens=8, decode_rows=8, tiles=0, samples=8),
+        Bucket(tokens=4, decode_rows=4, tiles=0, samples=4),
         Bucket(tokens=16, decode_rows=16, tiles=0, samples=16),
-        Bucket(tokens=32, decode_rows=16, tiles=4, samples=16),
         Bucket(tokens=128, decode_rows=16, tiles=16, samples=16),
         Bucket(tokens=512, decode_rows=16, tiles=64, samples=16),
     )
@@ -37,9 +35,10 @@ def test_the_default_shapes():
     [
         (1, 1, 16, [2], []),
         (4, 1, 16, [2], []),
-        (4, 3, 16, [2, 3], [32]),
-        (1, 64, 16, [2], [32, 64]),
-        (64, 20, 4, [2, 8, 20], [8, 20]),
+        (4, 3, 16, [3], [32]),
+        (1, 64, 16, [2], [64]),
+        (8, 256, 16, [2, 8], [64, 256]),
+        (64, 20, 4, [5, 20], [20]),
     ],
 )
 def test_shapes_of_small_budgets(seqs, budget, tile, decode, mixed):
