@@ -15,7 +15,7 @@ from write_checkpoints import random_params, write_gguf
 from oxidize_jax import LLM, SamplingParams
 from oxidize_jax.cli.generate import cut_notes, why_cut
 from oxidize_jax.cli.generate import record as json_record
-from oxidize_jax.engine.engine import Engine
+from oxidize_jax.engine import engine
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.outputs import CompletionOutput, Logprob, RequestOutput, Usage
 
@@ -293,7 +293,7 @@ def test_failed_step_has_its_own_status(refused, config, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(Engine, "_drain", fail)
+    monkeypatch.setattr(engine, "fetch", fail)
     message = refused("generate", "--config", config, "x", "--raw", status=1)
     assert message.startswith("a step failed and 1 running requests were lost (out of memory)")
 

@@ -96,7 +96,7 @@ def test_the_first_difference_is_printed(run, recorded, tmp_path):
 def test_a_trace_that_ends_in_the_middle(run, recorded, tmp_path):
     text = recorded[0].read_text()
     torn = tmp_path / "torn.jsonl"
-    torn.write_text(text[:-40])
+    torn.write_text(text[:-20])  # within the outcome of the last run
     status, out, _ = run("replay", torn)
     assert status == 0
     assert "last line is torn" in out

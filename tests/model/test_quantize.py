@@ -259,12 +259,12 @@ def test_logits_are_near_those_of_float32(kit, config):
 
 
 def test_every_parameter_moves_the_logits(kit, config):
-    params = kit.params(config)
-    decoder, leaves = build(config, quantize(params))
+    quantized = quantize(kit.params(config))
+    decoder, leaves = build(config, quantized)
     tokens = np.arange(9, dtype=np.int32)
     before = one_prefill(kit, decoder, leaves, tokens)
-    for name, leaf in leaves.items():
-        changed = {**leaves, name: jnp.flip(leaf, -1)}
+    for name, leaf in quantized.items():
+        _, changed = build(config, {**quantized, name: jnp.flip(leaf, -1)})
         assert not np.array_equal(one_prefill(kit, decoder, changed, tokens), before), name
 
 
