@@ -6,6 +6,7 @@ next one. The whole loop is one program: no step needs the host.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -138,11 +139,8 @@ def _execute(
     samples = _no_samples(config)
     taken = jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
     for size, logits in room.items():
-        samples = apply_if(
-            taken == size,
-            lambda samples, logits=logits: _sampled(config, scheduler, logits, samples),
-            samples,
-        )
+        sampler = partial(_sampled, config, scheduler, logits)
+        samples = apply_if(taken == size, sampler, samples)
     return kv, samples
 
 
