@@ -44,7 +44,8 @@ def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> 
     writes = live & (position >= _row(rows.kv_len, row, 0))
 
     kv_lens = jnp.where(scheduled > 0, computed + scheduled, 0)
-    sample_rows = _sample_rows(state, layout, bucket.samples)
+    sampling = sampling_rows(state)
+    sample_rows = _pack(layout.rows, sampling[layout.rows], bucket.samples, seqs)
     last = jnp.where(scheduled > 0, start + scheduled - 1, t)
     decode = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
     tile_rows, tile_tokens = _tiles(config, bucket, layout, scheduled)
@@ -72,16 +73,6 @@ def sampling_rows(state: SchedulerState) -> jax.Array:
     computed = _of_request(state.requests.num_computed, request)
     total = _of_request(state.requests.num_tokens, request)
     return (scheduled > 0) & (computed + scheduled == total)
-
-
-def pack_sample_rows(state: SchedulerState, size: int) -> jax.Array:
-    """i32[size]: ``sample_rows`` of the planned step's descriptor."""
-    return _sample_rows(state, _layout(state), size)
-
-
-def _sample_rows(state: SchedulerState, layout: _Layout, size: int) -> jax.Array:
-    seqs = state.rows.request.shape[0]
-    return _pack(layout.rows, sampling_rows(state)[layout.rows], size, seqs)
 
 
 class _Layout:

@@ -15,7 +15,7 @@ from jax import lax
 
 from oxidize_jax.arrays import apply_if
 from oxidize_jax.batch.buckets import Bucket, buckets, select_bucket
-from oxidize_jax.batch.build import build_batch, pack_sample_rows, sampling_rows
+from oxidize_jax.batch.build import build_batch, sampling_rows
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.sampling.sampler import SampleOutput, SamplingArrays, sample
@@ -68,20 +68,22 @@ def run_steps(
 
     A state in which nothing is planned afterwards is idle: all its requests have finished.
     """
+    shapes = buckets(config)
 
-    def goes_on(carry: tuple[EngineState, jax.Array, jax.Array]) -> jax.Array:
-        state, turn, steps = carry
+    def goes_on(carry: tuple[EngineState, Room, jax.Array, jax.Array]) -> jax.Array:
+        state, _, turn, steps = carry
         return ((turn == 0) | _has_plan(state)) & (steps < limit)
 
     def body(
-        carry: tuple[EngineState, jax.Array, jax.Array],
-    ) -> tuple[EngineState, jax.Array, jax.Array]:
-        state, turn, steps = carry
+        carry: tuple[EngineState, Room, jax.Array, jax.Array],
+    ) -> tuple[EngineState, Room, jax.Array, jax.Array]:
+        state, room, turn, steps = carry
         steps = steps + _has_plan(state).astype(jnp.int32)
-        return engine_step(config, model, params, state), turn + 1, steps
+        state, room = _step(config, model, shapes, params, state, room)
+        return state, room, turn + 1, steps
 
     zero = jnp.zeros((), jnp.int32)
-    return lax.while_loop(goes_on, body, (state, zero, zero))[0]
+    return lax.while_loop(goes_on, body, (state, _room(model, shapes), zero, zero))[0]
 
 
 def engine_step(
@@ -96,12 +98,37 @@ def engine_step(
     ``shapes`` are the buckets to choose from, by default all of the configuration; the last
     must hold every plan.
     """
-    kv, samples = _execute(config, model, shapes or buckets(config), params, state)
+    shapes = shapes or buckets(config)
+    return _step(config, model, shapes, params, state, _room(model, shapes))[0]
+
+
+Room = dict[int, tuple[jax.Array, jax.Array]]
+"""``{C: (logits f32[C, V], sample_rows i32[C])}`` for each C that shapes have: those that sample
+alike share one sampler. Kept from step to step, so that nothing is cleared."""
+
+
+def _room(model: Model, shapes: tuple[Bucket, ...]) -> Room:
+    return {
+        n: (jnp.zeros((n, model.vocab_size), jnp.float32), jnp.zeros((n,), jnp.int32))
+        for n in sorted({shape.samples for shape in shapes})
+    }
+
+
+def _step(
+    config: EngineConfig,
+    model: Model,
+    shapes: tuple[Bucket, ...],
+    params: Params,
+    state: EngineState,
+    room: Room,
+) -> tuple[EngineState, Room]:
+    """:func:`engine_step`, with room for logits that is used again."""
+    kv, room, samples = _execute(config, model, shapes, params, state, room)
     scheduler = state.scheduler
     row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
     sample_rows = jnp.where(sampling_rows(scheduler), row, config.max_num_seqs)
     scheduler = commit(config, scheduler, sample_rows, samples)
-    return EngineState(scheduler=schedule(config, scheduler), kv=kv)
+    return EngineState(scheduler=schedule(config, scheduler), kv=kv), room
 
 
 def _execute(
@@ -110,45 +137,47 @@ def _execute(
     shapes: tuple[Bucket, ...],
     params: Params,
     state: EngineState,
-) -> tuple[Any, SampleOutput]:
-    """Run the model in the smallest shape that holds the plan; ``(kv, samples by row)``.
+    room: Room,
+) -> tuple[Any, Room, SampleOutput]:
+    """Run the model in the smallest shape that holds the plan; ``(kv, room, samples by row)``.
 
     Each shape is a loop that runs once or not at all. A conditional would do, but XLA copies
     the whole cache to get it into and out of a conditional, and loops work in place.
     """
     scheduler = state.scheduler
     chosen = select_bucket(config, shapes, scheduler.plan.num_scheduled)
-    rows = {shape.samples for shape in shapes}
-    # Logits by their number of rows: shapes that sample alike share one sampler.
-    room = {n: jnp.zeros((n, model.vocab_size), jnp.float32) for n in sorted(rows)}
     carry = (state.kv, room, jnp.zeros((), jnp.bool_))
     for index, shape in enumerate(shapes):
 
-        def is_due(carry: tuple[Any, Any, jax.Array], index: int = index) -> jax.Array:
+        def is_due(carry: tuple[Any, Room, jax.Array], index: int = index) -> jax.Array:
             return (chosen == index) & ~carry[2]
 
         def run(
-            carry: tuple[Any, Any, jax.Array], shape: Bucket = shape
-        ) -> tuple[Any, Any, jax.Array]:
+            carry: tuple[Any, Room, jax.Array], shape: Bucket = shape
+        ) -> tuple[Any, Room, jax.Array]:
             kv, room, _ = carry
-            logits, kv = model.forward(params, kv, build_batch(config, shape, scheduler))
-            return kv, {**room, shape.samples: logits}, jnp.ones((), jnp.bool_)
+            batch = build_batch(config, shape, scheduler)
+            logits, kv = model.forward(params, kv, batch)
+            return kv, {**room, shape.samples: (logits, batch.sample_rows)}, jnp.ones((), jnp.bool_)
 
         carry = lax.while_loop(is_due, run, carry)
     kv, room, _ = carry
     samples = _no_samples(config)
     taken = jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
-    for size, logits in room.items():
-        sampler = partial(_sampled, config, scheduler, logits)
+    for size, (logits, rows) in room.items():
+        sampler = partial(_sampled, config, scheduler, logits, rows)
         samples = apply_if(taken == size, sampler, samples)
-    return kv, samples
+    return kv, room, samples
 
 
 def _sampled(
-    config: EngineConfig, scheduler: SchedulerState, logits: jax.Array, samples: SampleOutput
+    config: EngineConfig,
+    scheduler: SchedulerState,
+    logits: jax.Array,
+    rows: jax.Array,
+    samples: SampleOutput,
 ) -> SampleOutput:
-    """``samples`` with those of the rows that sample; ``logits f32[C, V]`` are in their order."""
-    rows = pack_sample_rows(scheduler, logits.shape[0])
+    """``samples`` with those that ``logits f32[C, V]`` give to ``rows i32[C]``."""
     drawn = sample(logits, sampling_arrays(scheduler, rows), config.max_logprobs)
     return jax.tree.map(lambda all_, new: all_.at[rows].set(new, mode="drop"), samples, drawn)
 
