@@ -254,6 +254,7 @@ def _attend_rows(
     n, width = part.tokens.shape
     heads, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     span = plan.chunk * spec.block_size
+    on_cpu = spec.platform == "cpu"
     q = q.reshape(n, width, heads, group, spec.head_dim).transpose(0, 2, 1, 3, 4)
     dot_dtype = jnp.bfloat16 if kv.dtype == jnp.uint32 else kv.dtype
     q = q.reshape(n, heads, width * group, spec.head_dim).astype(dot_dtype)
@@ -262,7 +263,7 @@ def _attend_rows(
         top, total, out = carry
         blocks = lax.dynamic_slice_in_dim(part.tables, i * plan.chunk, plan.chunk, axis=1)
         seen = _seen(spec, part.positions, blocks, i * span)
-        if spec.platform == "cpu":
+        if on_cpu:
             # A sequence may hold blocks that nobody has written yet: read its first instead,
             # which like all that it has seen is finite.
             begin = i * span + jnp.arange(plan.chunk, dtype=jnp.int32) * spec.block_size
@@ -273,7 +274,8 @@ def _attend_rows(
             k, v = _read(spec, kv, blocks, offset, dot_dtype)
             # 0 * NaN is NaN: a weight of zero does not hide what an unused slot holds.
             v = jnp.where(seen.any(axis=1)[:, None, :, None], v, jnp.zeros((), v.dtype))
-        scores = _dot(q, k, contract_rhs=2).reshape(n, heads, width, group, span)
+        scores = _dot(q, k, contract_rhs=2 if on_cpu else 3)
+        scores = scores.reshape(n, heads, width, group, span)
         scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -303,7 +305,7 @@ def _seen(
 def _read(
     spec: AttentionSpec, kv: jax.Array, blocks: jax.Array, offset: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """K ``[n, G, D, c * K]`` and V ``[n, G, c * K, D]`` of ``blocks i32[n, c]``.
+    """K and V of ``blocks i32[n, c]``, each ``[n, G, c * K, D]``.
 
     Where there is no block, the layer's first page is read (and masked by the caller);
     adding the offset to a padding id would name a page of the next layer.
@@ -317,7 +319,7 @@ def _read(
         pages = kv.at[page, which, head].get(mode="promise_in_bounds")[..., : spec.head_dim]
         return pages.astype(dtype).reshape(shape)
 
-    return half(0).swapaxes(2, 3), half(1)
+    return half(0), half(1)
 
 
 def _read_rows(
@@ -327,7 +329,8 @@ def _read_rows(
     offset: jax.Array,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """As :func:`_read`, of pages as CPUs have them (:mod:`.cpu_pages`)."""
+    """K ``[n, G, D, c * K]`` and V ``[n, G, c * K, D]`` of pages as CPUs have them
+    (:mod:`.cpu_pages`)."""
     n, count = blocks.shape
     page = jnp.where(blocks < spec.num_blocks, blocks, 0) + offset
     pages = cpu_pages.gather_rows(kv, page)

@@ -29,7 +29,8 @@ from oxidize_jax.model.transformer import (
 )
 
 Leaves = dict[str, jax.Array]
-"""Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them."""
+"""Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them; those
+that :func:`build` made for a CPU also have each layer's by themselves."""
 
 EMBED_BITS = "embed.bits"
 """On a CPU a bfloat16 embedding once more as uint16, to take rows of: XLA:CPU would make a
