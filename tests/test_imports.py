@@ -18,7 +18,7 @@ LAYERS = [
     {"scheduler"},
     {"batch"},
     {"model"},
-    {"compile_cache", "progress"},
+    {"compile_cache", "compile_clock", "progress"},
     {"checkpoints"},
     {"text"},
     {"engine"},

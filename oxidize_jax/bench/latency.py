@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from oxidize_jax.bench import workload
-from oxidize_jax.bench.compile_clock import CompileClock
 from oxidize_jax.bench.throughput import Note
+from oxidize_jax.compile_clock import CompileClock
 from oxidize_jax.engine.engine import STEPS_PER_DISPATCH, Engine
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.llm import LLM

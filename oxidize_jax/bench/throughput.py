@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from oxidize_jax.bench import workload
-from oxidize_jax.bench.compile_clock import CompileClock
 from oxidize_jax.bench.workload import Item
+from oxidize_jax.compile_clock import CompileClock
 from oxidize_jax.llm import LLM
 from oxidize_jax.prompts import Prompt
 from oxidize_jax.sampling.params import SamplingParams

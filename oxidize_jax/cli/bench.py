@@ -320,7 +320,7 @@ def _load(
 def _load_sized(args: argparse.Namespace, sizes: dict[str, int], status: Status) -> _Loaded:
     options = {"max_logprobs": 0, **sizes} | engine_options(args)
     start_backend()
-    from oxidize_jax.bench.compile_clock import CompileClock
+    from oxidize_jax.compile_clock import CompileClock
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 

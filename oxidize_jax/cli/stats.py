@@ -9,27 +9,22 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from oxidize_jax.compile_clock import CompileClock
     from oxidize_jax.engine.engine import Engine
     from oxidize_jax.outputs import RequestOutput
 
-_COMPILING = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class Stats:
     """Times of one run, in seconds since it was made.
 
-    Compilation is every interval in which JAX traced, lowered or compiled a program or
-    fetched it from its disk cache. These intervals nest, so they are joined and not added.
+    Compilation is what :class:`~oxidize_jax.compile_clock.CompileClock` takes it to be.
     """
 
     def __init__(self) -> None:
         self._start = time.time()
-        self._spans: list[tuple[float, float]] = []
+        self._clock: CompileClock | None = None
         self._cache_hits = 0
         self._loaded = self._first_text = self._end = 0.0
         self._prompt_tokens = self._first_tokens = 0
@@ -41,12 +36,13 @@ class Stats:
         """Take note of what JAX compiles within the block."""
         from jax import monitoring
 
-        monitoring.register_event_duration_secs_listener(self._on_duration)
+        from oxidize_jax.compile_clock import CompileClock
+
         monitoring.register_event_listener(self._on_event)
         try:
-            yield
+            with CompileClock() as self._clock:
+                yield
         finally:
-            monitoring.unregister_event_duration_listener(self._on_duration)
             monitoring.unregister_event_listener(self._on_event)
 
     def loaded(self) -> None:
@@ -115,17 +111,7 @@ class Stats:
 
     def _compiling(self, start: float, end: float) -> float:
         """Seconds between ``start`` and ``end`` in which something was being compiled."""
-        total, reached = 0.0, start
-        for a, b in sorted(self._spans):
-            a, b = max(a, reached), min(b, end)
-            if b > a:
-                total, reached = total + b - a, b
-        return total
-
-    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event in _COMPILING:
-            now = time.time()
-            self._spans.append((now - duration_secs, now))
+        return self._clock.between(start, end) if self._clock is not None else 0.0
 
     def _on_event(self, event: str, **_: Any) -> None:
         self._cache_hits += event == _CACHE_HIT

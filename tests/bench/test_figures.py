@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oxidize_jax.bench import latency, report, scheduler
-from oxidize_jax.bench.compile_clock import joined
 from oxidize_jax.bench.throughput import Run, medians
+from oxidize_jax.compile_clock import joined
 
 
 def test_tokens_that_are_read_together_share_their_time():

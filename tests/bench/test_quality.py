@@ -9,23 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from write_checkpoints import TINY_LLAMA as CONFIG
 from write_checkpoints import random_params
 
 from oxidize_jax.bench import quality
 from oxidize_jax.bench.quality import Scores
-from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.model.reference import reference_forward
-
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
 
 
 @pytest.fixture(scope="module")

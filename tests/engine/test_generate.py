@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from fake_model import VOCAB, FakeModel, quick_jit, solo
+from write_checkpoints import TINY_LLAMA as MODEL
 from write_checkpoints import random_params
 
 from oxidize_jax.config import EngineConfig
@@ -26,7 +27,6 @@ from oxidize_jax.engine.inputs import (
 )
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.llm import LLM
-from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 from oxidize_jax.sampling.keys import child_key, key_data_from_seed
 from oxidize_jax.sampling.params import SamplingParams
@@ -156,15 +156,6 @@ def test_nothing_passes_between_host_and_device(tight):
     chex.assert_trees_all_equal(tight(PROMPTS, guard="disallow"), want)
 
 
-MODEL = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
 REAL_PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 11, 3], [4], [9, 9, 2]]
 
 

@@ -7,23 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from write_checkpoints import TINY_LLAMA as MODEL
 from write_checkpoints import random_params
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.engine import Engine, EngineRequest
 from oxidize_jax.engine.step import init_state, run_steps
-from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
 
-MODEL = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "max_num_requests": 4}
 
 

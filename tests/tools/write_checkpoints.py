@@ -23,6 +23,17 @@ from oxidize_jax.model.transformer import parameter_shapes
 
 Params = dict[str, np.ndarray]
 
+TINY_LLAMA = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+"""A decoder with grouped heads that compiles quickly."""
+
 
 def random_params(config: ModelConfig, seed: int = 0) -> Params:
     """f32 parameters: matrices of about unit gain, norms round 1, biases not zero."""

@@ -35,7 +35,11 @@ class CompileClock:
     @property
     def seconds(self) -> float:
         """So far."""
-        return joined(self._spans)
+        return self.between(-math.inf, math.inf)
+
+    def between(self, start: float, end: float) -> float:
+        """Of the seconds from ``start`` to ``end``, both as ``time.time`` tells them."""
+        return joined((max(a, start), min(b, end)) for a, b in self._spans)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in _COMPILING:
