@@ -31,6 +31,8 @@ SPLIT_BLOCKS = 2
 _BYTES = 3 * 2**19
 """Of pages gathered at a time. XLA:CPU copies less than about a megabyte on one core only, and
 much more falls out of the cores' own caches (2 MiB each, where this was measured)."""
+_SPLITS_PER_ROW = 8
+"""In a turn at most, on average: what a turn takes in vain, a few rows would feel."""
 _CHAINS = 4
 """Sums that a core works on side by side: one alone would wait for each of its additions."""
 _COMBINED = 4
@@ -112,7 +114,7 @@ def plan_sizes(
     """How to cut the work of ``rows`` decode rows whose tables are ``table_width`` wide."""
     longest = rows * -(-table_width // SPLIT_BLOCKS)
     page = kv.shape[1] * kv.dtype.itemsize
-    lanes = max(1, min(longest, -(-_BYTES // (SPLIT_BLOCKS * page))))
+    lanes = max(1, min(longest, rows * _SPLITS_PER_ROW, -(-_BYTES // (SPLIT_BLOCKS * page))))
     return Sizes(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

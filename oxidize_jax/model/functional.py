@@ -32,6 +32,11 @@ Leaves = dict[str, jax.Array]
 """Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them; those
 that :func:`build` made for a CPU also have each layer's by themselves."""
 
+_WEIGHT_FIRST = 16
+"""Tokens up to which a product with the weight on the left is quicker on a CPU. 30 layers of
+SmolLM2 in bfloat16: 2 tokens take 14 ms against 17, 16 take 18 against 20, 64 take 45 against
+41."""
+
 EMBED_BITS = "embed.bits"
 """On a CPU a bfloat16 embedding once more as uint16, to take rows of: XLA:CPU would make a
 float32 copy of the whole matrix first, in every run of a loop."""
@@ -185,18 +190,19 @@ def _layers_apart(
     """
     count = decoder.config.num_layers
     modules = [merge(decoder.layer, _layer_leaves(leaves, index)) for index in range(count)]
+    weight_first = x.shape[0] <= _WEIGHT_FIRST
 
     def branch(index: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Projections]]:
         following = modules[min(index + 1, count - 1)]
 
         def run(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
-            x = modules[index].finish(x, mixed)
+            x = modules[index].finish(x, mixed, weight_first=weight_first)
             return x, following.project(x, rotation)
 
         def run_last(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
             nothing = jax.eval_shape(following.project, x, rotation)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nothing)
-            return modules[index].finish(x, mixed), zeros
+            return modules[index].finish(x, mixed, weight_first=weight_first), zeros
 
         return run if index + 1 < count else run_last
 

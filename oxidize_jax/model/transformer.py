@@ -129,17 +129,29 @@ class Layer(nnx.Module):
     def project(self, x: jax.Array, rotation: jax.Array) -> Projections:
         """Queries ``f32[T, H, D]``, keys and values ``f32[T, G, D]`` of the tokens."""
         config, tokens = self.config, x.shape[0]
-        h = self.input_norm(x)
-        q = self.q(h).reshape(tokens, config.num_heads, config.head_dim)
-        k = self.k(h).reshape(tokens, config.num_kv_heads, config.head_dim)
-        v = self.v(h).reshape(tokens, config.num_kv_heads, config.head_dim)
+        h = self.q.rounded(self.input_norm(x))
+        q = self.q.times(h).reshape(tokens, config.num_heads, config.head_dim)
+        k = self.k.times(h).reshape(tokens, config.num_kv_heads, config.head_dim)
+        v = self.v.times(h).reshape(tokens, config.num_kv_heads, config.head_dim)
         return rotate(q, rotation), rotate(k, rotation), v
 
-    def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave."""
-        x = x + self.o(mixed.reshape(x.shape[0], -1))
-        h = self.post_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+    def finish(self, x: jax.Array, mixed: jax.Array, *, weight_first: bool = False) -> jax.Array:
+        """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave.
+
+        ``weight_first``: see :meth:`Matrix.times`.
+        """
+
+        def product(matrix: Matrix, inputs: Inputs) -> jax.Array:
+            return matrix.times(inputs, weight_first=weight_first)
+
+        x = x + product(self.o, self.o.rounded(mixed.reshape(x.shape[0], -1)))
+        normed = self.gate.rounded(self.post_norm(x))
+        h = jax.nn.silu(product(self.gate, normed)) * product(self.up, normed)
+        return x + product(self.down, self.down.rounded(h))
+
+
+Inputs = tuple[jax.Array, jax.Array | None]
+"""``[T, in]`` in the weights' type; if that is int8, with a scale for each row, ``f32[T]``."""
 
 
 class Matrix(nnx.Module):
@@ -165,7 +177,31 @@ class Matrix(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``f32[T, in] -> f32[T, out]``"""
-        y = self._dot(x) if self.scale is None else self._int8_dot(x, self.scale[...])
+        return self.times(self.rounded(x))
+
+    def rounded(self, x: jax.Array) -> Inputs:
+        """``f32[T, in]`` as this matrix is multiplied with it, and others of its type and width."""
+        return (
+            (x.astype(self.weight[...].dtype), None) if self.scale is None else quantize_inputs(x)
+        )
+
+    def times(self, inputs: Inputs, *, weight_first: bool = False) -> jax.Array:
+        """``f32[T, out]`` for what :meth:`rounded` gives.
+
+        ``weight_first`` makes it ``(weight @ x.T).T``, the same numbers. XLA:CPU's library packs
+        the right side of a product anew each time: for a few tokens that is most of the work if
+        it is the weight, and next to nothing if it is ``x``.
+        """
+        (x, row_scale), weight = inputs, self.weight[...]
+        left, right = (weight, x) if weight_first else (x, weight)
+        exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+        dtype = jnp.float32 if self.scale is None else jnp.int32
+        y = lax.dot_general(left, right, _BY_ROWS, precision=exact, preferred_element_type=dtype)
+        if weight_first:
+            # Kept apart: XLA would turn the next product's input instead, and that one is slow.
+            y = lax.optimization_barrier(lax.optimization_barrier(y).T)
+        if row_scale is not None and self.scale is not None:
+            y = y.astype(jnp.float32) * row_scale[:, None] * self.scale[...]
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
     def rows(self, index: jax.Array) -> jax.Array:
@@ -179,22 +215,6 @@ class Matrix(nnx.Module):
         if self.scale is None:
             return rows.astype(jnp.float32)
         return dequantize_weight(rows, self.scale[...].at[index].get(mode="clip"))
-
-    def _dot(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        return lax.dot_general(
-            x.astype(weight.dtype),
-            weight,
-            _BY_ROWS,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    def _int8_dot(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        rows, row_scale = quantize_inputs(x)
-        total = lax.dot_general(rows, self.weight[...], _BY_ROWS, preferred_element_type=jnp.int32)
-        return total.astype(jnp.float32) * row_scale[:, None] * scale
 
 
 class RMSNorm(nnx.Module):

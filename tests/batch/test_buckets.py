@@ -39,9 +39,11 @@ def test_the_default_shapes():
         (1, 64, 16, [2], [64]),
         (8, 256, 16, [2, 8], [64, 256]),
         (64, 20, 4, [5, 20], [20]),
+        (64, 64, 16, [2, 8, 32, 64], [64]),
+        (256, 1024, 16, [2, 8, 32, 128, 256], [64, 256, 1024]),
     ],
 )
-def test_shapes_of_small_budgets(seqs, budget, tile, decode, mixed):
+def test_shapes_of_sizes(seqs, budget, tile, decode, mixed):
     shapes = buckets(config_of(seqs, budget, tile))
     assert [b.tokens for b in shapes if not b.tiles] == decode
     assert [b.tokens for b in shapes if b.tiles] == mixed
