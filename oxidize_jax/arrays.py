@@ -23,22 +23,27 @@ _GROUP = 16
 
 
 def prefix_sum(values: jax.Array) -> jax.Array:
-    """i32[n]: inclusive running sum of ``i32[n]`` or ``bool[n]``."""
-    (n,) = values.shape
+    """i32[..., n]: inclusive running sum of ``i32[..., n]`` or ``bool[..., n]``.
+
+    Several sums at once, along a leading axis, take no more kernels than one.
+    """
+    *lead, n = values.shape
     values = values.astype(jnp.int32)
     if n <= _DENSE_LANES:
-        return _sum_pairs(values[None])[0]
+        return _sum_pairs(values)
     groups = -(-n // _GROUP)
-    inside = _sum_pairs(jnp.pad(values, (0, groups * _GROUP - n)).reshape(groups, _GROUP))
-    totals = inside[:, -1]
-    return (inside + (prefix_sum(totals) - totals)[:, None]).reshape(-1)[:n]
+    whole = jnp.pad(values, [(0, 0)] * len(lead) + [(0, groups * _GROUP - n)])
+    inside = _sum_pairs(whole.reshape(*lead, groups, _GROUP))
+    totals = inside[..., -1]
+    sums = inside + (prefix_sum(totals) - totals)[..., None]
+    return sums.reshape(*lead, groups * _GROUP)[..., :n]
 
 
 def _sum_pairs(values: jax.Array) -> jax.Array:
-    """i32[g, n]: running sums along the short last axis, by a mask over pairs of lanes."""
-    lane = jnp.arange(values.shape[1], dtype=jnp.int32)
+    """i32[..., n]: running sums along the short last axis, by a mask over pairs of lanes."""
+    lane = jnp.arange(values.shape[-1], dtype=jnp.int32)
     upto = lane[None, :] <= lane[:, None]
-    return jnp.sum(jnp.where(upto, values[:, None, :], 0), axis=2, dtype=jnp.int32)
+    return jnp.sum(jnp.where(upto, values[..., None, :], 0), axis=-1, dtype=jnp.int32)
 
 
 def segments(ends: jax.Array, size: int) -> jax.Array:

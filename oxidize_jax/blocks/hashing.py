@@ -59,34 +59,28 @@ def run_hashes(
       place: i32[n], lanes since then.
     """
     (n, _) = tokens.shape
-    words = []
-    for word, (base, inverse) in enumerate(zip(_BASE, _INVERSE, strict=True)):
-        # h[i] = P^(i+1) * (parent + sum of digest[j] * P^-(j+1)), modulo 2^32.
-        up, down = _powers(base, n)[place], _powers(inverse, n)[place]
-        terms = lax.bitcast_convert_type(digest(tokens)[:, word] * down, jnp.int32)
-        sums = prefix_sum(terms)
-        sums = sums - (sums - terms)[head]
-        total = parents[:, word] + lax.bitcast_convert_type(sums, jnp.uint32)
-        words.append(total * up)
-    return jnp.stack(words, axis=-1)
+    # h[i] = P^(i+1) * (parent + sum of digest[j] * P^-(j+1)), modulo 2^32.
+    up, down = _powers(_BASE, n)[place], _powers(_INVERSE, n)[place]
+    terms = lax.bitcast_convert_type(digest(tokens) * down, jnp.int32)
+    sums = prefix_sum(terms.T).T
+    sums = sums - (sums - terms)[head]
+    return (parents + lax.bitcast_convert_type(sums, jnp.uint32)) * up
 
 
-def _powers(base: int, count: int) -> jax.Array:
-    """u32[count]: ``base ** 1 ..``, modulo 2^32; a constant of the program."""
-    powers = np.full((count,), base, np.uint64)
+def _powers(bases: tuple[int, ...], count: int) -> jax.Array:
+    """u32[count, 2]: ``bases ** 1 ..``, modulo 2^32; a constant of the program."""
+    powers = np.full((count, 2), bases, np.uint64)
     for i in range(1, count):
-        powers[i] = powers[i - 1] * base % 2**32
+        powers[i] = powers[i - 1] * powers[0] % 2**32
     return jnp.asarray(powers.astype(np.uint32))
 
 
 def digest(tokens: jax.Array) -> jax.Array:
     """u32[..., 2]: order-dependent digest of the tokens of one block, ``i32[..., K]``."""
     place = jnp.arange(1, tokens.shape[-1] + 1, dtype=jnp.uint32)
-    words = []
-    for word in _WORDS:
-        keyed = _mix(tokens.astype(jnp.uint32) + place * jnp.uint32(word))
-        words.append(_mix(jnp.sum(keyed, axis=-1, dtype=jnp.uint32) ^ jnp.uint32(word)))
-    return jnp.stack(words, axis=-1)
+    words = jnp.array(_WORDS, jnp.uint32)
+    keyed = _mix(tokens.astype(jnp.uint32)[..., None, :] + place * words[:, None])
+    return _mix(jnp.sum(keyed, axis=-1, dtype=jnp.uint32) ^ words)
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -209,9 +209,10 @@ def release(pool: BlockPool, blocks: BlockId, *, distinct: bool = False) -> Bloc
         dropped = dropped & (at_index(last, blocks, -1) == lane)
     to_ring = dropped & at_index(pool.hashed, blocks, False)
     to_stack = dropped & ~to_ring
+    nth_free, nth_cached = prefix_sum(jnp.stack([to_stack, to_ring]))
     pool = replace(pool, ref_count=ref_count)
-    pool = _push_free(pool, blocks, to_stack)
-    return _push_cached(pool, blocks, to_ring)
+    pool = _push_free(pool, blocks, to_stack, nth_free)
+    return _push_cached(pool, blocks, to_ring, nth_cached)
 
 
 def reset_prefix_cache(pool: BlockPool) -> BlockPool:
@@ -222,7 +223,7 @@ def reset_prefix_cache(pool: BlockPool) -> BlockPool:
     """
     cached = pool.lru_pos != NOT_IN_RING
     block = jnp.arange(pool.num_blocks, dtype=jnp.int32)
-    pool = _push_free(pool, block, cached)
+    pool = _push_free(pool, block, cached, prefix_sum(cached))
 
     def all_of(field: jax.Array, value: int | bool) -> jax.Array:
         return jnp.full_like(field, value)
@@ -256,18 +257,24 @@ def copy_on_write(
       ``dst`` is a ``src``. Where the pool cannot give the copies, ``ok`` is false and the
       pool is unchanged.
     """
-    n = blocks.shape[0]
+    n, none = blocks.shape[0], pool.num_blocks
     need = writers_that_copy(pool, blocks)
-    rank = prefix_sum(need) - 1
     pool, fresh, ok = allocate(pool, jnp.sum(need, dtype=jnp.int32), n)
-    need = need & ok
-    dst = jnp.where(
-        need, at_index(fresh, jnp.where(need, rank, n), pool.num_blocks), pool.num_blocks
-    )
-    src = jnp.where(need, blocks, pool.num_blocks)
+    src = jnp.where(need & ok, blocks, none)
+    pool, dst = replace_shared(pool, src, fresh)
+    return pool, jnp.where(dst < none, dst, blocks), src, dst, ok
+
+
+def replace_shared(pool: BlockPool, src: BlockId, fresh: BlockId) -> tuple[BlockPool, BlockId]:
+    """Let the holders of ``src i32[n]`` (padding B) go over to the first blocks of ``fresh``.
+
+    Returns ``(pool, dst i32[n])``: the new block of each lane, padded with B.
+    """
+    need = src < pool.num_blocks
+    rank = jnp.where(need, prefix_sum(need) - 1, fresh.shape[0])
     # A source keeps a holder, whoever copies: nothing is released here.
     pool = replace(pool, ref_count=pool.ref_count.at[src].add(-1, mode="drop"))
-    return pool, jnp.where(need, dst, blocks), src, dst, ok
+    return pool, at_index(fresh, rank, pool.num_blocks)
 
 
 def writers_that_copy(pool: BlockPool, blocks: BlockId) -> jax.Array:
@@ -323,18 +330,19 @@ def _evict(pool: BlockPool, count: jax.Array, size: int) -> tuple[BlockPool, Blo
     return pool, taken
 
 
-def _push_free(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool:
-    place = pool.num_free + prefix_sum(push) - 1
-    place = jnp.where(push, place, pool.num_blocks)
+def _push_free(pool: BlockPool, blocks: BlockId, push: jax.Array, nth: jax.Array) -> BlockPool:
+    """Put the ``blocks i32[n]`` to ``push bool[n]`` on the stack; ``nth i32[n]`` counts them."""
+    place = jnp.where(push, pool.num_free + nth - 1, pool.num_blocks)
     return replace(
         pool,
         free_stack=pool.free_stack.at[place].set(blocks, mode="drop"),
-        num_free=pool.num_free + jnp.sum(push, dtype=jnp.int32),
+        num_free=pool.num_free + nth[-1],
     )
 
 
-def _push_cached(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool:
-    count = jnp.sum(push, dtype=jnp.int32)
+def _push_cached(pool: BlockPool, blocks: BlockId, push: jax.Array, nth: jax.Array) -> BlockPool:
+    """Put them on the ring, like :func:`_push_free`."""
+    count = nth[-1]
     ring_size = pool.ring.shape[0]
     full = pool.ring_tail - pool.ring_head + count > ring_size
     ring, head, tail, lru_pos = lax.cond(
@@ -343,7 +351,7 @@ def _push_cached(pool: BlockPool, blocks: BlockId, push: jax.Array) -> BlockPool
         lambda p: (p.ring, p.ring_head, p.ring_tail, p.lru_pos),
         pool,
     )
-    position = tail + prefix_sum(push) - 1
+    position = tail + nth - 1
     target = jnp.where(push, blocks, pool.num_blocks)
     return replace(
         pool,
@@ -366,12 +374,12 @@ def _compact_ring(pool: BlockPool) -> tuple[jax.Array, jax.Array, jax.Array, jax
     position = pool.ring_head + jnp.arange(ring_size, dtype=jnp.int32)
     block = pool.ring[position % ring_size]
     current = (position < pool.ring_tail) & (at_index(pool.lru_pos, block, -2) == position)
-    place = prefix_sum(current) - 1
-    ring = jnp.full((ring_size,), pool.num_blocks, jnp.int32)
-    ring = ring.at[jnp.where(current, place, ring_size)].set(block, mode="drop")
-    target = jnp.where(current, block, pool.num_blocks)
-    lru_pos = pool.lru_pos.at[target].set(place, mode="drop")
-    return ring, jnp.zeros((), jnp.int32), jnp.sum(current, dtype=jnp.int32), lru_pos
+    # A sort is slow and one kernel: what runs so rarely should be quick to compile.
+    place = jnp.arange(ring_size, dtype=jnp.int32)
+    _, block = lax.sort((~current, block), num_keys=1, is_stable=True)
+    count = jnp.sum(current, dtype=jnp.int32)
+    ring = jnp.where(place < count, block, pool.num_blocks)
+    return ring, jnp.zeros((), jnp.int32), count, pool.lru_pos.at[ring].set(place, mode="drop")
 
 
 def _take(values: jax.Array, index: jax.Array, valid: jax.Array, fill: int) -> jax.Array:

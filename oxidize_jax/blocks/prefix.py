@@ -166,7 +166,8 @@ def register(
     fresh = wanted & (twin >= pool.num_blocks) & (first == lane)
     done = wanted & (leads | fresh[head])
     fresh = fresh & done
-    serial = pool.next_serial + prefix_sum(fresh) - 1
+    nth = prefix_sum(fresh)
+    serial = pool.next_serial + nth - 1
     parent = jnp.where(leads, parent, serial - 1)
     index, slot = _insert(pool, jnp.where(fresh, blocks, pool.num_blocks), block_hash)
     placed = jnp.where(slot < index.shape[0], blocks, pool.num_blocks)
@@ -180,7 +181,7 @@ def register(
         parent=pool.parent.at[placed].set(parent, mode="drop"),
         index=index,
         index_slot=pool.index_slot.at[placed].set(slot, mode="drop"),
-        next_serial=pool.next_serial + jnp.sum(fresh, dtype=jnp.int32),
+        next_serial=pool.next_serial + nth[-1],
     )
     return pool, known, done
 

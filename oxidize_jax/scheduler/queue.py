@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from oxidize_jax.arrays import at_index
 from oxidize_jax.blocks import pool as block_pool
@@ -36,11 +37,20 @@ def is_waiting_fork(state: SchedulerState) -> jax.Array:
 def first_in_line(state: SchedulerState, among: jax.Array) -> jax.Array:
     """i32[]: of ``among bool[R]``, preempted before waiting, by priority, then by arrival."""
     requests = state.requests
-    left = among
-    for key in (~is_preempted(state), requests.priority, requests.arrival):
-        least = jnp.min(jnp.where(left, key.astype(jnp.int32), _INT32_MAX))
-        left = left & (key.astype(jnp.int32) == least)
-    return jnp.argmax(left).astype(jnp.int32)
+    fresh = (~is_preempted(state)).astype(jnp.int32)
+    slot = jnp.arange(among.size, dtype=jnp.int32)
+    ranks = (fresh, requests.priority, requests.arrival)
+    keys = (*(jnp.where(among, rank, _INT32_MAX) for rank in ranks), slot)
+
+    def earlier(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        less = jnp.zeros_like(a[0], jnp.bool_)
+        for x, y in reversed(list(zip(a, b, strict=True))):
+            less = (x < y) | ((x == y) & less)
+        return tuple(jnp.where(less, x, y) for x, y in zip(a, b, strict=True))
+
+    last = (jnp.full((), _INT32_MAX, jnp.int32),) * len(keys)
+    *_, first = lax.reduce(keys, last, earlier, (0,))
+    return first
 
 
 def uncommitted(config: EngineConfig, state: SchedulerState) -> jax.Array:

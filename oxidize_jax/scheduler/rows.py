@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oxidize_jax.arrays import apply_if
+from oxidize_jax.arrays import apply_if, at_index
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.scheduler.state import (
     FINISHED,
@@ -33,14 +33,7 @@ def order_rows(state: SchedulerState) -> SchedulerState:
 
 def retire(state: SchedulerState) -> SchedulerState:
     """Take the rows and blocks of finished requests, one after the other."""
-
-    def is_finished(state: SchedulerState) -> jax.Array:
-        return _of_rows(state, state.requests.status) == FINISHED
-
-    def retire_one(state: SchedulerState) -> SchedulerState:
-        return free_row(state, jnp.argmax(is_finished(state)).astype(jnp.int32))
-
-    return lax.while_loop(lambda s: jnp.any(is_finished(s)), retire_one, state)
+    return free_rows(state, jnp.full((), state.rows.request.shape[0], jnp.int32))
 
 
 def preempt(state: SchedulerState, row: jax.Array, alone: jax.Array) -> SchedulerState:
@@ -51,18 +44,47 @@ def preempt(state: SchedulerState, row: jax.Array, alone: jax.Array) -> Schedule
     nobody needs them, so that a soon resumption recomputes little. If it had the pool
     ``alone bool[]`` and still needs more, it is finished with what it has.
     """
-    request = state.rows.request[row]
-    none = state.requests.status.shape[0]
-    state = finish(state, jnp.where(alone, request, none), POOL_EXHAUSTED)
-    counts = state.requests.num_preemptions
-    counts = counts.at[jnp.where(alone, none, request)].add(1, mode="drop")
-    preemptions = state.totals.preemptions + (~alone).astype(jnp.int32)
+    return free_row(_note_preemption(state, state.rows.request[row], alone), row)
+
+
+def free_rows(state: SchedulerState, victim: jax.Array) -> SchedulerState:
+    """:func:`preempt` the row ``victim i32[]`` (S: none) and :func:`retire` the finished ones.
+
+    One loop for both, since to free a row takes more kernels than all else in it.
+    """
+    no_row, no_request = state.rows.request.shape[0], state.requests.status.shape[0]
+
+    def is_finished(state: SchedulerState) -> jax.Array:
+        return _of_rows(state, state.requests.status) == FINISHED
+
+    def some(carry: tuple[jax.Array, SchedulerState]) -> jax.Array:
+        victim, state = carry
+        return (victim < no_row) | jnp.any(is_finished(state))
+
+    def free_next(carry: tuple[jax.Array, SchedulerState]) -> tuple[jax.Array, SchedulerState]:
+        victim, state = carry
+        finished = jnp.argmax(is_finished(state)).astype(jnp.int32)
+        alone = jnp.sum(state.rows.request < no_request, dtype=jnp.int32) == 1
+        preempted = at_index(state.rows.request, victim, no_request)
+        state = _note_preemption(state, preempted, alone)
+        state = free_row(state, jnp.where(victim < no_row, victim, finished))
+        return jnp.full((), no_row, jnp.int32), state
+
+    return lax.while_loop(some, free_next, (victim, state))[1]
+
+
+def _note_preemption(state: SchedulerState, request: jax.Array, alone: jax.Array) -> SchedulerState:
+    """Count that ``request i32[]`` (``R``: nobody) is preempted, or finish it if ``alone``."""
+    requests, none = state.requests, state.requests.status.shape[0]
+    resumes = jnp.where(alone, none, request)
+    counts = requests.num_preemptions.at[resumes].add(1, mode="drop")
+    preemptions = state.totals.preemptions + (resumes < none).astype(jnp.int32)
     state = replace(
         state,
-        requests=replace(state.requests, num_preemptions=counts),
+        requests=replace(requests, num_preemptions=counts),
         totals=replace(state.totals, preemptions=preemptions),
     )
-    return free_row(state, row)
+    return finish(state, jnp.where(alone, request, none), POOL_EXHAUSTED)
 
 
 def finish(state: SchedulerState, request: jax.Array, reason: int) -> SchedulerState:

@@ -11,7 +11,7 @@ from oxidize_jax.scheduler.budget import Grants, left_for_admission, take
 from oxidize_jax.scheduler.fork import place_forks
 from oxidize_jax.scheduler.grow import grow, make_room
 from oxidize_jax.scheduler.reset import renew_serials
-from oxidize_jax.scheduler.rows import order_rows, retire
+from oxidize_jax.scheduler.rows import order_rows
 from oxidize_jax.scheduler.state import SchedulerState, with_sequences, without_sequences
 from oxidize_jax.scheduler.stats import record
 from oxidize_jax.types import replace
@@ -29,7 +29,6 @@ def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     state = renew_serials(state)
     # Forks come first: what has just finished its last token still has blocks to share.
     state = place_forks(config, state)
-    state = retire(state)
     state, grants, preempted = make_room(config, state)
     state = grow(config, state, grants)
     tokens, tiles = left_for_admission(config, grants)

@@ -55,23 +55,27 @@ def record(config: EngineConfig, state: SchedulerState, before: Totals) -> Sched
     scheduled = state.plan.num_scheduled
     running = rows.request < config.max_num_requests
 
-    def count(values: jax.Array) -> jax.Array:
-        return jnp.sum(values, dtype=jnp.int32)
+    def count(*masks: jax.Array) -> list[jax.Array]:
+        return list(jnp.sum(jnp.stack([m.astype(jnp.int32) for m in masks]), 1, jnp.int32))
 
     written = jnp.maximum(rows.kv_len, at_index(requests.num_computed, rows.request, 0) + scheduled)
     # Slack is in a row's last block; one that is shared counts for each row that holds it.
     slack = jnp.where(running, rows.num_blocks * config.block_size - written, 0)
+    num_running, num_scheduled, decode_rows, wasted = count(
+        running, scheduled, scheduled == 1, slack
+    )
+    num_waiting, num_preempted = count(requests.status == WAITING, is_preempted(state))
     values = {
         "step": totals.steps,
-        "num_running": count(running),
-        "num_waiting": count(requests.status == WAITING),
-        "num_preempted": count(is_preempted(state)),
-        "scheduled_tokens": count(scheduled),
-        "decode_rows": count(scheduled == 1),
+        "num_running": num_running,
+        "num_waiting": num_waiting,
+        "num_preempted": num_preempted,
+        "scheduled_tokens": num_scheduled,
+        "decode_rows": decode_rows,
         "blocks_used": config.num_blocks - pool.num_free - pool.num_cached,
         "blocks_cached": pool.num_cached,
         "blocks_free": pool.num_free,
-        "wasted_slots": count(slack),
+        "wasted_slots": wasted,
         "cached_tokens": totals.cached_tokens - before.cached_tokens,
         "forked_tokens": totals.forked_tokens - before.forked_tokens,
         "preemptions": totals.preemptions - before.preemptions,
