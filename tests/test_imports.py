@@ -18,7 +18,7 @@ LAYERS = [
     {"scheduler"},
     {"batch"},
     {"model"},
-    {"compile_cache", "compile_clock", "progress"},
+    {"compile_cache", "compile_clock", "executables", "progress"},
     {"checkpoints"},
     {"text"},
     {"engine"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,12 +69,57 @@ _OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 """XLA:CPU takes half of what AVX-512 has unless told otherwise; elsewhere it says nothing."""
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=_OPTIONS)
 def run(
     config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
 ) -> EngineState:
     """:func:`~oxidize_jax.engine.step.run_steps`"""
+    adopted = _adopted.get((config, model))
+    if adopted is not None and adopted.settings == _settings():
+        try:
+            return adopted.executable(params, state, limit)
+        except (TypeError, ValueError):
+            del _adopted[config, model]  # compiled for other shapes, types or devices
+    return traced_run(config, model, params, state, limit)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=_OPTIONS)
+def traced_run(
+    config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
+) -> EngineState:
+    """:func:`run` as JAX caches it."""
     return run_steps(config, model, params, state, limit)
+
+
+class _Adopted(NamedTuple):
+    executable: jax.stages.Compiled
+    settings: tuple[Any, ...]
+    """Of JAX, when it was adopted."""
+
+
+_adopted: dict[tuple[EngineConfig, Model], _Adopted] = {}
+_SETTINGS = (
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_enable_x64",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+)
+"""What a context manager can change, and an executable not follow."""
+
+
+def adopt_run(config: EngineConfig, model: Model, executable: jax.stages.Compiled) -> None:
+    """Let :func:`run` call ``executable``, of an earlier process, and neither trace nor compile.
+
+    It is what :func:`traced_run` compiles to with the same ``config`` and ``model``. Arguments
+    that it was not compiled for are traced as ever.
+    """
+    _adopted[config, model] = _Adopted(executable, _settings())
+
+
+def _settings() -> tuple[Any, ...]:
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -3,7 +3,8 @@
 A program is compiled for shapes, and those follow from the configuration and the header of
 a checkpoint. So it is done in threads while the weights are read. The programs are those of
 :mod:`~oxidize_jax.engine.programs`, through ``jit(...).lower(...).compile()``: JAX keeps what
-comes of it, and the first call neither traces nor compiles.
+comes of it, and the first call neither traces nor compiles. The largest program, if an
+earlier process has left its executable on disk, is not even traced.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.step import Model, Params, init_state
 from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
+from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""What JAX tells its listeners of each program that it compiles or takes from its disk cache."""
 _THREADS = 2
 
 
@@ -77,10 +77,7 @@ class WarmUp:
         self._state = jax.eval_shape(partial(init_state, config, model))
         jobs = _programs(config, model, params, self._state)
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="warm-up")
-        self._jobs: dict[str, Future[Any]] = {
-            name: pool.submit(lambda lower: lower().compile(), lower)
-            for name, lower in jobs.items()
-        }
+        self._jobs: dict[str, Future[Any]] = {name: pool.submit(job) for name, job in jobs.items()}
         pool.shutdown(wait=False)
 
     def __len__(self) -> int:
@@ -113,15 +110,14 @@ class WarmUp:
 
 def _programs(
     config: EngineConfig, model: Model, params: Params, state: Any
-) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """What traces and lowers each program, the largest first."""
+) -> dict[str, Callable[[], jax.stages.Compiled]]:
+    """What compiles each program, the largest first."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     scheduler = state.scheduler
     request = new_request(config, Submit(0, (0,), 1))
     fork = new_fork(config, Fork(0, (1,), ((0, 0),), (0,), (None,), (0.0,)))
     secret = jax.ShapeDtypeStruct((), jnp.uint32)
-    return {
-        "run": lambda: programs.run.lower(config, model, params, state, number),
+    lowered: dict[str, Callable[[], jax.stages.Lowered]] = {
         "start": lambda: programs.start.lower(config, model, secret),
         "drain": lambda: programs.drain.lower(config, scheduler),
         "submit": lambda: programs.submit.lower(config, scheduler, number, request),
@@ -129,3 +125,25 @@ def _programs(
         "fork": lambda: programs.fork.lower(config, scheduler, fork),
         "reset_prefix_cache": lambda: programs.reset_prefix_cache.lower(scheduler),
     }
+    jobs = {name: partial(_compile, lower) for name, lower in lowered.items()}
+    return {"run": partial(_prepare_run, config, model, params, state), **jobs}
+
+
+def _compile(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    return lower().compile()
+
+
+def _prepare_run(
+    config: EngineConfig, model: Model, params: Params, state: Any
+) -> jax.stages.Compiled:
+    """The executable of a run: of an earlier process, or compiled and left to later ones."""
+    limit = jax.ShapeDtypeStruct((), jnp.int32)
+    if not type(model).__module__.startswith("oxidize_jax."):  # nobody sees its code change
+        return programs.traced_run.lower(config, model, params, state, limit).compile()
+    stored = StoredExecutable("run", (config, model), (params, state, limit), state)
+    if (loaded := stored.load()) is not None:
+        programs.adopt_run(config, model, loaded)
+        return loaded
+    compiled = programs.traced_run.lower(config, model, params, state, limit).compile()
+    stored.store(compiled)
+    return compiled

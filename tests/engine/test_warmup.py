@@ -6,14 +6,14 @@ import random
 import jax
 import numpy as np
 import pytest
-from fake_model import VOCAB, FakeModel, solo
+from fake_model import VOCAB, FakeModel, quick_jit, solo
 from host_engine import CONFIG, request, run, tokens
 
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.request import EngineRequest
-from oxidize_jax.engine.step import init_state
-from oxidize_jax.engine.warmup import COMPILE_EVENT, CompileCounter, WarmUp
+from oxidize_jax.engine.step import init_state, run_steps
+from oxidize_jax.engine.warmup import CompileCounter, WarmUp
 
 # Sizes of no other test: nothing is compiled yet. One bucket, to be compiled soon.
 OWN = dataclasses.replace(CONFIG, max_model_len=40, num_blocks=14, max_num_batched_tokens=4)
@@ -104,7 +104,6 @@ def test_the_counter_counts_what_is_compiled_from_its_beginning_on():
     second = CompileCounter()
     compile_one(5)
     assert (first.count, second.count) == (2, 1)
-    assert COMPILE_EVENT.startswith("/jax/")
 
 
 def test_the_memory_of_an_engine_is_that_of_its_state_and_of_a_run(engine):
@@ -128,6 +127,78 @@ def test_what_goes_wrong_is_raised_and_the_rest_can_be_cancelled():
     with pytest.raises(NotImplementedError, match="no forward"):
         list(warming.finish())
     warming.cancel()
+
+
+@pytest.fixture
+def no_adopted(monkeypatch):
+    adopted = {}
+    monkeypatch.setattr(programs, "_adopted", adopted)
+    return adopted
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The cache folder, switched on for executables only."""
+    monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield tmp_path / "executables"
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_enable_compilation_cache", before[1])
+
+
+def warm_up():
+    for _ in WarmUp(OWN, FakeModel(), None).finish():
+        pass
+
+
+def test_a_run_that_another_process_left_is_not_traced(engine, cache, no_adopted, monkeypatch):
+    monkeypatch.setattr(FakeModel, "__module__", "oxidize_jax.model.fake")
+    # XLA:CPU does not serialise what has run, as the program of the engine has.
+    fresh = quick_jit(run_steps, static_argnums=(0, 1), donate_argnums=3)
+    monkeypatch.setattr(programs, "traced_run", fresh)
+    warm_up()
+    assert [path.name.partition("-")[0] for path in cache.iterdir()] == ["run"]
+    assert no_adopted == {}
+    monkeypatch.setattr(programs, "traced_run", None)
+    warm_up()
+    assert len(no_adopted) == 1
+    again = engine.add(request([1, 2], 5))
+    assert tokens(run(engine)[again]) == solo([1, 2], 5)[2:]
+
+
+def test_a_model_whose_code_may_change_is_always_traced(engine, cache, no_adopted):
+    assert not FakeModel.__module__.startswith("oxidize_jax")
+    warm_up()
+    warm_up()
+    assert not cache.exists()
+    assert no_adopted == {}
+
+
+def test_an_executable_is_called_for_what_it_was_compiled_for_alone(no_adopted):
+    def fail(*_):
+        raise AssertionError("called")
+
+    model, limit = FakeModel(), np.int32(1)
+    programs.adopt_run(OWN, model, fail)
+    with jax.default_matmul_precision("float32"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "traced_run", lambda *_: "traced")
+        assert programs.run(OWN, model, None, None, limit) == "traced"
+        assert programs.run(CONFIG, model, None, None, limit) == "traced"
+    with pytest.raises(AssertionError, match="called"):
+        programs.run(OWN, model, None, None, limit)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_arguments_that_an_executable_refuses_are_traced(no_adopted, monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    programs.adopt_run(OWN, FakeModel(), refuse)
+    monkeypatch.setattr(programs, "traced_run", lambda *_: "traced")
+    assert programs.run(OWN, FakeModel(), None, None, np.int32(1)) == "traced"
+    assert no_adopted == {}
 
 
 def test_every_array_of_the_state_is_its_own(engine):

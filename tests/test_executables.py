@@ -1,0 +1,141 @@
+"""Executables on disk: found by what they were compiled for, and by nothing else."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from oxidize_jax import executables
+from oxidize_jax.executables import COMPILE_EVENT, HIT_EVENT, StoredExecutable
+
+SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
+ONES = np.ones((3,), np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A cache that is on, for executables only."""
+    monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "xla"),
+        "jax_enable_compilation_cache": False,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield tmp_path / "executables"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def scaled(factor, pair, offset):
+    return {"sum": pair["a"] * np.float32(factor) + offset}
+
+
+PAIR = {"a": SHAPE}
+
+
+def stored(static=(2,), arguments=(PAIR, SHAPE), result=None):
+    return StoredExecutable("scaled", static, arguments, result or {"sum": SHAPE})
+
+
+def compiled(factor=2):
+    return scaled.lower(factor, PAIR, SHAPE).compile()
+
+
+def test_what_one_process_stores_another_calls(folder):
+    assert stored().load() is None
+    stored().store(compiled())
+    pair = {"a": jax.numpy.asarray(ONES) + np.float32(1)}
+    loaded = stored().load()
+    assert loaded is not None
+    np.testing.assert_array_equal(loaded(pair, ONES)["sum"], [5, 5, 5])
+    assert pair["a"].is_deleted()  # donated, as to the program itself
+    assert loaded.memory_analysis().output_size_in_bytes >= 12
+    assert [path.name.partition("-")[0] for path in folder.iterdir()] == ["scaled"]
+
+
+def test_a_load_counts_as_a_program_from_the_disk_cache(folder):
+    events = []
+    stored().store(compiled())
+
+    def listen(event, *_, **__):
+        events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    stored().load()
+    jax.monitoring.unregister_event_listener(listen)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert [e for e in events if e in (HIT_EVENT, COMPILE_EVENT)] == [HIT_EVENT, COMPILE_EVENT]
+
+
+def test_whatever_else_it_is_asked_for_is_not_there(folder, monkeypatch):
+    stored().store(compiled())
+    longer = jax.ShapeDtypeStruct((4,), np.float32)
+    whole = jax.ShapeDtypeStruct((3,), np.int32)
+    assert stored(static=(3,)).load() is None
+    assert stored(arguments=(PAIR, longer)).load() is None
+    assert stored(arguments=(PAIR, whole)).load() is None
+    assert stored(arguments=({"b": SHAPE}, SHAPE)).load() is None
+    assert stored(result={"product": SHAPE}).load() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "_outside", lambda: "another version")
+        assert stored().load() is None
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "float32")
+    assert stored().load() is None
+    jax.config.update("jax_default_matmul_precision", before)
+    assert stored().load() is not None
+
+
+def test_the_sources_of_the_package_are_part_of_the_name(monkeypatch):
+    executables._outside.cache_clear()
+    before = executables._outside()
+    read = executables.Path.read_bytes
+    monkeypatch.setattr(executables.Path, "read_bytes", lambda path: read(path) + b"#")
+    executables._outside.cache_clear()
+    after = executables._outside()
+    executables._outside.cache_clear()
+    assert before
+    assert before != after
+
+
+@pytest.mark.parametrize("content", [b"", b"\x78garbage", "half"])
+def test_a_damaged_file_is_as_good_as_none(folder, content):
+    stored().store(compiled())
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:500] if content == "half" else content)
+    assert stored().load() is None
+    stored().store(compiled())
+    assert stored().load() is not None
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder):
+    folder.write_text("a file where the folder should be")
+    stored().store(compiled())
+    assert stored().load() is None
+
+
+@dataclasses.dataclass
+class Opaque:
+    inside: object
+
+
+def test_nothing_is_kept_of_what_is_not_known_or_has_its_own_device(folder):
+    for opaque in (object(), Opaque(object())):
+        stored(static=(opaque,)).store(compiled())
+    array = jax.device_put(ONES, jax.devices()[0])
+    stored(arguments=(PAIR, array)).store(compiled())
+    assert not folder.exists()
+
+
+def test_without_the_cache_nothing_is_kept(folder):
+    jax.config.update("jax_compilation_cache_dir", None)
+    stored().store(compiled())
+    assert stored().load() is None
+    assert not folder.exists()
