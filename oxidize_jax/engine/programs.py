@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
@@ -70,7 +71,7 @@ _OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
 def run(
-    config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
+    config: EngineConfig, model: Model, params: Params, state: EngineState, limit: ArrayLike
 ) -> EngineState:
     """:func:`~oxidize_jax.engine.step.run_steps`"""
     adopted = _adopted.get((config, model))
