@@ -123,18 +123,26 @@ def _drawn(
     changes: tuple[jax.Array, ...],
 ) -> jax.Array:
     """``i32[C]``: a draw for the rows of ``hot bool[C]``, the likeliest for others."""
-    # Loops that run once or not at all work in place, one behind the other.
-    for change, edit in zip(changes, (masked_logits, biased_logits, penalized_logits), strict=True):
-        if edit is masked_logits and not sequences.token_mask.shape[1]:
-            continue
-        edited = partial(edit, edits=arrays.edits, sequences=sequences)
-        logits = apply_if(jnp.any(change), edited, logits)
+    logits = _edited(logits, arrays.edits, sequences, changes)
     scores = lax.cond(
         jnp.any(hot),
         lambda: jnp.where(hot[:, None], _perturbed(logits, arrays, hot), logits),
         lambda: logits,
     )
     return _argmax(scores)
+
+
+def _edited(
+    logits: jax.Array, edits: Edits, sequences: Sequences, changes: tuple[jax.Array, ...]
+) -> jax.Array:
+    """``logits f32[C, V]`` with those edits made that a row asks for."""
+    # Loops that run once or not at all work in place, one behind the other.
+    for change, edit in zip(changes, (masked_logits, biased_logits, penalized_logits), strict=True):
+        if edit is masked_logits and not sequences.token_mask.shape[1]:
+            continue
+        made = partial(edit, edits=edits, sequences=sequences)
+        logits = apply_if(jnp.any(change), made, logits)
+    return logits
 
 
 def _perturbed(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax.Array:
