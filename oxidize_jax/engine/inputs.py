@@ -52,6 +52,14 @@ class Sampling:
     """Keep this many likeliest tokens; 0 keeps all."""
     top_p: Any = 1.0
     """Keep the likeliest tokens that together have this probability; 1 keeps all."""
+    max_new_tokens: Any = None
+    """Most new tokens, by default and at most the configuration's. A prompt with 0 is not
+    run: its sequences are empty, with finish reason ``LENGTH``."""
+    min_new_tokens: Any = 0
+    """Until there are this many new tokens, no stop id is sampled."""
+    stop_token_ids: Any = None
+    """``i32[Z]`` or ``i32[N, Z]``: ids that end a sequence, end-of-sequence ids included;
+    padding is negative. The stop id is the last token of the sequence."""
     min_p: Any = 0.0
     """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
     typical_p: Any = 1.0
@@ -62,14 +70,6 @@ class Sampling:
     """Taken off the logits of tokens in the output."""
     frequency_penalty: Any = 0.0
     """Taken off the logits of tokens in the output once for each time."""
-    max_new_tokens: Any = None
-    """Most new tokens, by default and at most the configuration's. A prompt with 0 is not
-    run: its sequences are empty, with finish reason ``LENGTH``."""
-    min_new_tokens: Any = 0
-    """Until there are this many new tokens, no stop id is sampled."""
-    stop_token_ids: Any = None
-    """``i32[Z]`` or ``i32[N, Z]``: ids that end a sequence, end-of-sequence ids included;
-    padding is negative. The stop id is the last token of the sequence."""
     bias_ids: Any = None
     """``i32[E]`` or ``i32[N, E]``: ids, distinct in a row, whose logits ``bias_values`` are added
     to; padding is negative, and stands last."""

@@ -95,7 +95,9 @@ def requests(draw):
     return {name: draw(some[name]) for name in wanted}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 @given(seed=st.integers(0, 2**16), batch=st.lists(requests(), min_size=1, max_size=ROWS))
 def test_any_options_give_the_distribution_of_the_slow_sampler(distribution_of, seed, batch):
     rng = np.random.default_rng(seed)
