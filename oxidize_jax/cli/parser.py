@@ -249,8 +249,8 @@ def _sampling_type(name: str, convert: Callable[[str], Any]) -> Callable[[str], 
 
 
 def _biases(text: str) -> list[tuple[str, float]]:
-    pairs = [pair.rpartition(":") for pair in text.split(",")]
-    return [(token.strip(), float(bias)) for token, _, bias in pairs]
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return [(token.strip(), float(bias)) for token, bias in pairs]  # ValueError unless two
 
 
 def _ids(text: str) -> list[int]:

@@ -473,7 +473,7 @@ def test_sampling_options_come_back_from_arrays_and_from_the_file(options):
 def test_a_list_without_room_is_refused_with_the_limit():
     bias = '{"submit":{"slot":0,"prompt":[1],"max_new_tokens":1,"logit_bias":[[1,2.0]]}}\n'
     small = dataclasses.replace(CONFIG, max_logit_bias=0, token_mask_size=0)
-    with pytest.raises(ValueError, match="line 2: submit.logit_bias has 1 .* max_logit_bias=0"):
+    with pytest.raises(ValueError, match=r"line 2: submit.logit_bias has 1 .* max_logit_bias=0"):
         loads(dumps(Trace(small, VOCAB)) + bias)
     mask = bias.replace('"logit_bias":[[1,2.0]]', '"banned_token_ids":[1]')
     with pytest.raises(ValueError, match=f"token_mask_size=0 is less than vocab_size={VOCAB}"):
