@@ -24,7 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.inputs import Prompts, Sampling, check_prompts, check_sampling, request_keys
+from oxidize_jax.engine.inputs import (
+    PENALTIES,
+    Prompts,
+    Sampling,
+    check_prompts,
+    check_sampling,
+    nearest_penalty,
+    request_keys,
+)
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
 from oxidize_jax.model.functional import Decoder, build
 from oxidize_jax.model.transformer import APART
@@ -269,9 +277,7 @@ def _requests(
         top_p=each(sampling.top_p),
         min_p=each(sampling.min_p),
         typical_p=each(sampling.typical_p),
-        repetition_penalty=each(sampling.repetition_penalty),
-        presence_penalty=each(sampling.presence_penalty),
-        frequency_penalty=each(sampling.frequency_penalty),
+        **{name: each(nearest_penalty(name, getattr(sampling, name))) for name in PENALTIES},
         bias_ids=each(bias_ids, engine.max_logit_bias),
         bias_values=each(sampling.bias_values, engine.max_logit_bias),
         bad_words=jnp.zeros((slots, 0, engine.max_bad_word_tokens), jnp.int32),

@@ -21,6 +21,8 @@ from oxidize_jax.types import state
 
 _INT32_MAX = 2**31 - 1
 _WIDTH_MULTIPLE = 16
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields of :class:`Sampling`."""
 
 
 @state
@@ -40,7 +42,7 @@ class Sampling:
     A field is a number, or an array ``[]`` or ``[N]``. All are traced: other values never
     compile again. Numbers out of range in an array, where nothing can be raised, have the
     nearest meaning: temperatures below 0 and NaN are greedy, ``top_p`` of 0 and less keeps
-    the likeliest token, of 1 and more all.
+    the likeliest token, of 1 and more all; penalties are moved into their range.
     """
 
     key: Any
@@ -172,11 +174,6 @@ def check_sampling(sampling: Sampling, num_prompts: int, vocab_size: int) -> Sam
     if given["max_new_tokens"] is None:
         given["max_new_tokens"] = _INT32_MAX
     checked = {name: _per_prompt(name, value, num_prompts) for name, value in given.items()}
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        _, low, high = _NUMBERS[name]
-        neutral = 1.0 if name == "repetition_penalty" else 0.0
-        known = jnp.nan_to_num(checked[name], nan=neutral, posinf=high, neginf=low)
-        checked[name] = jnp.clip(known, low, high)
     ids = partial(_id_lists, num_prompts=num_prompts, vocab_size=vocab_size)
     bias_ids = ids("bias_ids", sampling.bias_ids)
     return dataclasses.replace(
@@ -187,6 +184,13 @@ def check_sampling(sampling: Sampling, num_prompts: int, vocab_size: int) -> Sam
         token_mask=_token_mask(sampling.token_mask, num_prompts, vocab_size),
         **checked,
     )
+
+
+def nearest_penalty(name: str, value: jax.Array) -> jax.Array:
+    """``f32[...]``: a penalty that no one could check, within its range; NaN is none."""
+    _, low, high = _NUMBERS[name]
+    neutral = 1.0 if name == "repetition_penalty" else 0.0
+    return jnp.clip(jnp.where(jnp.isnan(value), neutral, value), low, high)
 
 
 def _per_prompt(name: str, value: Any, num_prompts: int) -> jax.Array:
