@@ -130,6 +130,7 @@ def test_every_sampling_option_is_that_of_the_slow_sampler():
         "presence_penalty": [0, 0, 0, 2, 0, 0],
         "frequency_penalty": [0, 0, 0, 0.5, 0, 0],
     }
+    per_prompt = {name: np.array(values, np.float32) for name, values in per_prompt.items()}
     bias_ids = np.array([[4, 50]] + [[7, -1]] * 5)
     bias_values = np.array([[90, 100.0]] + [[20, 0]] * 5)
     config = GenerateConfig(FakeModel(), W, num_blocks=7, **SIZES)
