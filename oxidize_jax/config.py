@@ -41,6 +41,15 @@ class EngineConfig:
     """Most alternatives per token that a request may ask for; 0 turns them off."""
     max_stop_token_ids: int = 16
     """Z: most stop ids (end-of-sequence ids included) of one request."""
+    max_logit_bias: int = 300
+    """Most token ids of one request's ``logit_bias``; each takes 8 bytes of every slot."""
+    max_bad_words: int = 32
+    """Most token sequences that one request's output must not contain."""
+    max_bad_word_tokens: int = 16
+    """Longest of them; each takes 4 bytes times this of every slot."""
+    token_mask_size: int = 0
+    """Tokens that a request may allow or ban: the vocabulary, a bit for each in every slot; with
+    0 it can do neither."""
 
     def __post_init__(self) -> None:
         for name, low in _LOWEST.items():
@@ -68,6 +77,11 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
     @property
+    def token_mask_words(self) -> int:
+        """Words of 32 bits in a token mask."""
+        return -(-self.token_mask_size // 32)
+
+    @property
     def max_prefill_tiles(self) -> int:
         """Most prefill tiles in a step: twice what the budget fills, for short prompts."""
         tokens = max(self.max_num_batched_tokens, 2 * self.prefill_tile)
@@ -84,6 +98,10 @@ _LOWEST = {
     "prefill_tile": 1,
     "max_logprobs": 0,
     "max_stop_token_ids": 1,
+    "max_logit_bias": 0,
+    "max_bad_words": 0,
+    "max_bad_word_tokens": 1,
+    "token_mask_size": 0,
 }
 
 

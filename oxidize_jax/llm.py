@@ -38,6 +38,7 @@ from oxidize_jax.prompts import (
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.startup import start
+from oxidize_jax.text.bad_words import word_sequences
 
 
 class LLM:
@@ -215,6 +216,15 @@ class LLM:
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
+            min_p=params.min_p,
+            typical_p=params.typical_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(params.logit_bias or ()),  # type: ignore[arg-type]
+            bad_words=word_sequences(self.tokenizer, params.bad_words or ()),
+            allowed_token_ids=params.allowed_token_ids,
+            banned_token_ids=params.banned_token_ids,
             num_logprobs=params.logprobs,
             salt=self._salts.number(prompt),
         )

@@ -63,6 +63,11 @@ class Options:
     """Share the KV of equal prompt beginnings."""
     max_logprobs: int = 5
     """Most alternatives per token that a request may ask for."""
+    max_logit_bias: int = 300
+    """Most token ids in the ``logit_bias`` of a request."""
+    max_bad_words: int = 32
+    """Most token sequences that the ``bad_words`` of a request may make: two for most words, at
+    the start of a text and behind a space."""
     seed: int = 0
     """Seeds of requests that name none are drawn from this one."""
     check_invariants: bool = False
@@ -206,6 +211,9 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         max_logprobs=options.max_logprobs,
+        max_logit_bias=options.max_logit_bias,
+        max_bad_words=options.max_bad_words,
+        token_mask_size=model.vocab_size,
         prefill_tile=_CPU_TILE if jax.default_backend() == "cpu" else EngineConfig.prefill_tile,
     )
     if options.num_blocks is None:
@@ -221,7 +229,9 @@ def _check_memory(
     """Refuse sizes whose state is larger than all the memory there is."""
     cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
     token = 4 * (2 + 2 * config.max_logprobs)
-    requests = config.max_num_requests * config.max_model_len * token
+    lists = 8 * config.max_logit_bias + 4 * config.token_mask_words
+    lists += 4 * config.max_bad_words * config.max_bad_word_tokens
+    requests = config.max_num_requests * (config.max_model_len * token + lists)
     activations = _activation_bytes(model, config)
     free = max(0, free_memory() - reserved)
     if activations > free:

@@ -149,6 +149,8 @@ def test_every_size_goes_into_the_engine_config():
         policy="decode_first",
         enable_prefix_caching=False,
         max_logprobs=2,
+        max_logit_bias=7,
+        max_bad_words=3,
     )
     assert engine_config(chosen, TINY) == EngineConfig(
         max_model_len=48,
@@ -160,6 +162,9 @@ def test_every_size_goes_into_the_engine_config():
         policy="decode_first",
         enable_prefix_caching=False,
         max_logprobs=2,
+        max_logit_bias=7,
+        max_bad_words=3,
+        token_mask_size=TINY.vocab_size,
         prefill_tile=32,
     )
 

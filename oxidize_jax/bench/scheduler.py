@@ -23,7 +23,7 @@ from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler.commit import commit
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import NO_TOKEN, WAITING, SchedulerState, init_scheduler
-from oxidize_jax.scheduler.submit import NewRequest, submit
+from oxidize_jax.scheduler.submit import NewRequest, plain_sampling, submit
 
 PROMPT = (32, 64)
 """Least and most tokens of a prompt."""
@@ -152,13 +152,8 @@ def request(config: EngineConfig, rng: np.random.Generator, slot: int) -> NewReq
         "arrival": np.int32(slot),
         "priority": np.int32(0),
         "stop_ids": np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32),
-        "temperature": np.float32(0),
-        "top_k": np.int32(0),
-        "top_p": np.float32(1),
-        "key": np.zeros((2,), np.uint32),
         "salt": np.int32(0),
         "use_cache": np.bool_(True),
         "fork_of": np.int32(config.max_num_requests),
-        "want_logprobs": np.bool_(False),
     }
-    return NewRequest(**fields)
+    return NewRequest(**fields, **plain_sampling(config))

@@ -98,6 +98,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("top_k", int, "N", "sample from the N likeliest tokens; 0: from all (default: 0)")
     add("top_p", float, "X", "sample from the likeliest tokens that together have this "
         "probability (default: 1)")  # fmt: skip
+    add("min_p", float, "X", "sample from tokens at least X times as likely as the likeliest "
+        "(default: 0)")  # fmt: skip
+    add("typical_p", float, "X", "sample from the tokens nearest to the expected surprise that "
+        "together have this probability (default: 1)")  # fmt: skip
+    add("repetition_penalty", float, "X", "above 1: rather not tokens of prompt or output "
+        "(default: 1)")  # fmt: skip
+    add("presence_penalty", float, "X", "above 0: rather not tokens of the output (default: 0)")
+    add("frequency_penalty", float, "X", "above 0: the less, the oftener they were in the output "
+        "(default: 0)")  # fmt: skip
+    add("logit_bias", _biases, "ID:X,...", "add X to the logit of token ID, -100 to 100")
+    add("allowed_token_ids", _ids, "ID,...", "sample nothing but these")
+    add("banned_token_ids", _ids, "ID,...", "never sample these")
     add("seed", _whole_or_none, "N", "draw other samples; the same seed gives a prompt the same "
         "text. Without it, the same command gives the same text")  # fmt: skip
     add("n", int, "N", "completions of each prompt (default: 1)")
@@ -108,6 +120,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="TEXT",
         help="end before this text; can be given several times",
+    )
+    group.add_argument(
+        "--bad-word",
+        dest="bad_words",
+        action="append",
+        metavar="TEXT",
+        help="never write this word; can be given several times",
     )
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the model's end-of-sequence"
@@ -174,6 +193,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         _whole(0),
         "most --logprobs (default: 5, or what is asked for, up to 20)",
     )
+    _number(engine, "max_logit_bias", _whole(0), "most ids in --logit-bias (default: 300)")
+    _number(engine, "max_bad_words", _whole(0), "most token sequences that --bad-word may make, "
+            "two for most words (default: 32)")  # fmt: skip
     engine.add_argument(
         "--check-invariants",
         action="store_true",
@@ -214,7 +236,7 @@ def _sampling_type(name: str, convert: Callable[[str], Any]) -> Callable[[str], 
         try:
             value = convert(text)
         except ValueError:
-            kind = "a number" if convert is float else "a whole number"
+            kind = _KINDS.get(convert, "a whole number")
             raise argparse.ArgumentTypeError(f"{text!r}: must be {kind}") from None
         try:
             checked = SamplingParams(**{"max_tokens": None, name: value})
@@ -224,6 +246,23 @@ def _sampling_type(name: str, convert: Callable[[str], Any]) -> Callable[[str], 
         return getattr(checked, name)
 
     return judge
+
+
+def _biases(text: str) -> list[tuple[str, float]]:
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return [(token.strip(), float(bias)) for token, bias in pairs]  # ValueError unless two
+
+
+def _ids(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+_KINDS: dict[Callable[[str], Any], str] = {
+    float: "a number",
+    _biases: "token ids and numbers, as in 5:-2.5,17:100",
+    _ids: "token ids, as in 5,17",
+}
+"""What a value must be, in words, by what converts it."""
 
 
 def _whole_or_none(text: str) -> int | None:

@@ -24,10 +24,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.inputs import Prompts, Sampling, check_prompts, check_sampling, request_keys
+from oxidize_jax.engine.inputs import (
+    PENALTIES,
+    Prompts,
+    Sampling,
+    check_prompts,
+    check_sampling,
+    nearest_penalty,
+    request_keys,
+)
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
 from oxidize_jax.model.functional import Decoder, build
 from oxidize_jax.model.transformer import APART
+from oxidize_jax.sampling.token_mask import pack_bits
 from oxidize_jax.scheduler.state import LENGTH, NO_TOKEN, Totals
 from oxidize_jax.scheduler.submit import NewRequest, submit_all
 from oxidize_jax.types import BLOCK_SIZE, replace, state
@@ -84,7 +93,12 @@ class GenerateConfig:
                 raise ValueError(f"{name}={value!r}: must be a whole number of at least {low}.")
 
     def engine_config(
-        self, num_prompts: int, prompt_width: int, num_stop_ids: int = 1
+        self,
+        num_prompts: int,
+        prompt_width: int,
+        num_stop_ids: int = 1,
+        num_biases: int = 0,
+        masks: bool = False,
     ) -> EngineConfig:
         """The engine's configuration for N prompts of P tokens. Raises ValueError."""
         slots = num_prompts * self.num_return_sequences
@@ -106,6 +120,9 @@ class GenerateConfig:
             prefill_tile=self.prefill_tile,
             max_logprobs=self.num_logprobs,
             max_stop_token_ids=max(num_stop_ids, 1),
+            max_logit_bias=num_biases,
+            max_bad_words=0,
+            token_mask_size=self.model.vocab_size if masks else 0,
         )
         blocks = seqs * config.blocks_per_seq if self.num_blocks is None else self.num_blocks
         return dataclasses.replace(config, num_blocks=blocks)
@@ -192,7 +209,8 @@ def _generate(
     params, prompts, sampling = lax.stop_gradient((params, prompts, sampling))
     prompts = jax.tree.map(lambda x: x.astype(jnp.int32), prompts)
     (num_prompts, width), num_stops = prompts.tokens.shape, sampling.stop_token_ids.shape[-1]
-    engine = config.engine_config(num_prompts, width, num_stops)
+    num_biases, masks = sampling.bias_ids.shape[-1], sampling.token_mask is not None
+    engine = config.engine_config(num_prompts, width, num_stops, num_biases, masks)
     new = _requests(config, engine, prompts, sampling)
     valid = _can_run(config, engine, prompts)
     valid = jnp.repeat(valid, config.num_return_sequences)
@@ -242,6 +260,10 @@ def _requests(
         stops, ((0, 0), (0, engine.max_stop_token_ids - stops.shape[-1])), constant_values=NO_TOKEN
     )
     slot = jnp.arange(slots, dtype=jnp.int32)
+    bias_ids = jnp.where(sampling.bias_ids < 0, NO_TOKEN, sampling.bias_ids)
+    masks = jnp.zeros((1, 0), jnp.uint32)
+    if sampling.token_mask is not None:
+        masks = pack_bits(sampling.token_mask)
     return NewRequest(
         tokens=each(tokens, length),
         prompt_len=each(prompts.lengths),
@@ -253,6 +275,14 @@ def _requests(
         temperature=each(sampling.temperature),
         top_k=each(sampling.top_k),
         top_p=each(sampling.top_p),
+        min_p=each(sampling.min_p),
+        typical_p=each(sampling.typical_p),
+        **{name: each(nearest_penalty(name, getattr(sampling, name))) for name in PENALTIES},
+        bias_ids=each(bias_ids, engine.max_logit_bias),
+        bias_values=each(sampling.bias_values, engine.max_logit_bias),
+        bad_words=jnp.zeros((slots, 0, engine.max_bad_word_tokens), jnp.int32),
+        token_mask=each(masks, engine.token_mask_words),
+        has_mask=same(sampling.token_mask is not None, jnp.bool_),
         key=request_keys(sampling.key, num_prompts, n).reshape(slots, 2),
         salt=same(0),
         use_cache=same(True, jnp.bool_),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from oxidize_jax.sampling.keys import CHILD_BASE, fold_in
+from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from oxidize_jax.scheduler.submit import check_token_ids
 from oxidize_jax.types import state
 
 _INT32_MAX = 2**31 - 1
 _WIDTH_MULTIPLE = 16
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields of :class:`Sampling`."""
 
 
 @state
@@ -38,7 +42,7 @@ class Sampling:
     A field is a number, or an array ``[]`` or ``[N]``. All are traced: other values never
     compile again. Numbers out of range in an array, where nothing can be raised, have the
     nearest meaning: temperatures below 0 and NaN are greedy, ``top_p`` of 0 and less keeps
-    the likeliest token, of 1 and more all.
+    the likeliest token, of 1 and more all; penalties are moved into their range.
     """
 
     key: Any
@@ -58,6 +62,23 @@ class Sampling:
     stop_token_ids: Any = None
     """``i32[Z]`` or ``i32[N, Z]``: ids that end a sequence, end-of-sequence ids included;
     padding is negative. The stop id is the last token of the sequence."""
+    min_p: Any = 0.0
+    """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
+    typical_p: Any = 1.0
+    """Keep the most typical tokens that together have this probability; 1 keeps all."""
+    repetition_penalty: Any = 1.0
+    """Divides the positive logits of tokens in prompt or output, multiplies the negative."""
+    presence_penalty: Any = 0.0
+    """Taken off the logits of tokens in the output."""
+    frequency_penalty: Any = 0.0
+    """Taken off the logits of tokens in the output once for each time."""
+    bias_ids: Any = None
+    """``i32[E]`` or ``i32[N, E]``: ids, distinct in a row, whose logits ``bias_values`` are added
+    to; padding is negative, and stands last."""
+    bias_values: Any = None
+    """``f32[E]`` or ``f32[N, E]``, as ``bias_ids``."""
+    token_mask: Any = None
+    """``bool[V]`` or ``bool[N, V]``: nothing but the ids where it is true is sampled."""
 
 
 def pad_prompts(
@@ -133,6 +154,11 @@ _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "temperature": (np.float32, 0, float(np.finfo(np.float32).max)),
     "top_k": (np.int32, -1, _INT32_MAX),
     "top_p": (np.float32, 0, 1),
+    "min_p": (np.float32, 0, 1),
+    "typical_p": (np.float32, 0, 1),
+    "repetition_penalty": (np.float32, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (np.float32, -MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (np.float32, -MAX_PENALTY, MAX_PENALTY),
     "max_new_tokens": (np.int32, 0, _INT32_MAX),
     "min_new_tokens": (np.int32, 0, _INT32_MAX),
 }
@@ -142,14 +168,29 @@ _NUMBERS: dict[str, tuple[Any, float, float]] = {
 def check_sampling(sampling: Sampling, num_prompts: int, vocab_size: int) -> Sampling:
     """All fields as arrays of fixed types, so that 0 and 0.5 are one program.
 
-    Numbers are ``[]`` or ``[N]``, stop ids ``[1, Z]`` or ``[N, Z]``. Raises ValueError.
+    Numbers are ``[]`` or ``[N]``, lists ``[1, ...]`` or ``[N, ...]``. Raises ValueError.
     """
     given = {name: getattr(sampling, name) for name in _NUMBERS}
     if given["max_new_tokens"] is None:
         given["max_new_tokens"] = _INT32_MAX
     checked = {name: _per_prompt(name, value, num_prompts) for name, value in given.items()}
-    stops = _stop_token_ids(sampling.stop_token_ids, num_prompts, vocab_size)
-    return dataclasses.replace(sampling, stop_token_ids=stops, **checked)
+    ids = partial(_id_lists, num_prompts=num_prompts, vocab_size=vocab_size)
+    bias_ids = ids("bias_ids", sampling.bias_ids)
+    return dataclasses.replace(
+        sampling,
+        stop_token_ids=ids("stop_token_ids", sampling.stop_token_ids),
+        bias_ids=bias_ids,
+        bias_values=_bias_values(sampling.bias_values, bias_ids),
+        token_mask=_token_mask(sampling.token_mask, num_prompts, vocab_size),
+        **checked,
+    )
+
+
+def nearest_penalty(name: str, value: jax.Array) -> jax.Array:
+    """``f32[...]``: a penalty that no one could check, within its range; NaN is none."""
+    _, low, high = _NUMBERS[name]
+    neutral = 1.0 if name == "repetition_penalty" else 0.0
+    return jnp.clip(jnp.where(jnp.isnan(value), neutral, value), low, high)
 
 
 def _per_prompt(name: str, value: Any, num_prompts: int) -> jax.Array:
@@ -163,8 +204,7 @@ def _per_prompt(name: str, value: Any, num_prompts: int) -> jax.Array:
     return value
 
 
-def _stop_token_ids(value: Any, num_prompts: int, vocab_size: int) -> jax.Array:
-    name = "stop_token_ids"
+def _id_lists(name: str, value: Any, num_prompts: int, vocab_size: int) -> jax.Array:
     none = np.zeros((1, 0), np.int32)
     value = _as_array(name, none if value is None else value, np.int32, -_INT32_MAX, vocab_size - 1)
     if value.ndim == 1:
@@ -175,6 +215,36 @@ def _stop_token_ids(value: Any, num_prompts: int, vocab_size: int) -> jax.Array:
             "one length, one for each prompt (padded with -1)."
         )
     return value
+
+
+def _bias_values(value: Any, ids: jax.Array) -> jax.Array:
+    name, low, high = "bias_values", -MAX_BIAS, MAX_BIAS
+    none = np.zeros((1, 0), np.float32)
+    value = _as_array(name, none if value is None else value, np.float32, low, high)
+    value = value[None] if value.ndim == 1 else value
+    if value.shape != ids.shape:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)} and bias_ids {list(ids.shape)}: give one value "
+            "for each id."
+        )
+    return value
+
+
+def _token_mask(value: Any, num_prompts: int, vocab_size: int) -> jax.Array | None:
+    """``bool[1, V]`` or ``bool[N, V]``, or None."""
+    if value is None:
+        return None
+    on_host = not isinstance(value, jax.Array)
+    value = np.asarray(value) if on_host else value
+    value = value[None] if value.ndim == 1 else value
+    if value.dtype != np.bool_ or value.shape not in ((1, vocab_size), (num_prompts, vocab_size)):
+        raise ValueError(
+            f"token_mask is {value.dtype}{list(value.shape)}: must be bool, [{vocab_size}] or "
+            f"[{num_prompts}, {vocab_size}], true where an id may be sampled."
+        )
+    if on_host and not value.any(axis=1).all():
+        raise ValueError("token_mask leaves a prompt no id: allow one.")
+    return jax.device_put(value) if on_host else value
 
 
 def _as_array(name: str, value: Any, dtype: Any, low: float, high: float) -> jax.Array:

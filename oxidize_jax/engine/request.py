@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from oxidize_jax.scheduler.submit import check_prompt, check_token_ids
 
 
@@ -23,6 +24,17 @@ class EngineRequest:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Distinct ids, each with its bias."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
     key: tuple[int, int] = (0, 0)
     """Threefry key data, two 32-bit words."""
     num_logprobs: int | None = None
@@ -54,9 +66,68 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
         )
     if not _is_number(request.temperature) or not 0 <= request.temperature < math.inf:
         raise ValueError(f"temperature={request.temperature!r}: must be a number from 0 up.")
-    if not _is_number(request.top_p) or not 0 < request.top_p <= 1:
-        raise ValueError(f"top_p={request.top_p!r}: must be a number above 0, at most 1.")
+    for name in ("top_p", "typical_p"):
+        value = getattr(request, name)
+        if not _is_number(value) or not 0 < value <= 1:
+            raise ValueError(f"{name}={value!r}: must be a number above 0, at most 1.")
+    for name, (least, most) in _RANGES.items():
+        _check_number(name, getattr(request, name), least, most)
+    _check_lists(config, vocab_size, request)
     check_keys([request.key])
+
+
+def _check_lists(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
+    """Bias, bad words, allowed and banned ids: within their limits, and a token is left."""
+    if len(request.logit_bias) > config.max_logit_bias:
+        raise ValueError(
+            f"logit_bias has {len(request.logit_bias)} ids; the limit is max_logit_bias="
+            f"{config.max_logit_bias}, set where the engine is made."
+        )
+    biased = [token for token, _ in request.logit_bias]
+    check_token_ids("logit_bias", biased, vocab_size)
+    if len(set(biased)) < len(biased):
+        raise ValueError("logit_bias names an id twice: give one number for each.")
+    for token, bias in request.logit_bias:
+        _check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+    _check_bad_words(config, vocab_size, request.bad_words)
+    _check_mask(config, vocab_size, request)
+
+
+def _check_bad_words(config: EngineConfig, vocab_size: int, words: Sequence[Sequence[int]]) -> None:
+    if len(words) > config.max_bad_words:
+        raise ValueError(
+            f"bad_words are {len(words)} token sequences (a word at the start of a text and one "
+            f"behind a space may be two); the limit is max_bad_words={config.max_bad_words}, "
+            "set where the engine is made."
+        )
+    for i, word in enumerate(words):
+        if not 1 <= len(word) <= config.max_bad_word_tokens:
+            raise ValueError(
+                f"bad_words[{i}] has {len(word)} tokens; the limit is 1 to max_bad_word_tokens="
+                f"{config.max_bad_word_tokens}, set where the engine is made."
+            )
+        check_token_ids(f"bad_words[{i}]", word, vocab_size)
+
+
+def _check_mask(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
+    allowed, banned = request.allowed_token_ids, request.banned_token_ids
+    for name, ids in (("allowed_token_ids", allowed or ()), ("banned_token_ids", banned)):
+        check_token_ids(name, ids, vocab_size)
+        if ids and config.token_mask_size < vocab_size:
+            raise ValueError(
+                f"{name}: this engine has token_mask_size={config.token_mask_size}; make it with "
+                f"{vocab_size}, the model's vocabulary."
+            )
+    # What may be banned at some time, by a word that is complete or by min_new_tokens.
+    sometimes = {word[-1] for word in request.bad_words}
+    if request.min_new_tokens > 0:
+        sometimes.update(request.stop_token_ids)
+    never = sometimes.union(banned)
+    if all(token in never for token in (range(vocab_size) if allowed is None else allowed)):
+        raise ValueError(
+            "allowed_token_ids less banned_token_ids, the ends of bad_words and, with min_tokens, "
+            "the ids that end a request, leaves no token: allow another."
+        )
 
 
 def check_keys(keys: Sequence[tuple[int, int]]) -> None:
@@ -82,6 +153,20 @@ _WHOLE = {
 }
 """Fields that are whole numbers, and the least that each may be."""
 _HIGHEST = 2**31 - 2
+
+
+_RANGES = {
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+}
+"""Fields that are numbers, and the least and most that each may be."""
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: must be a number from {low:g} to {high:g}.")
 
 
 def _check_whole(name: str, value: Any, low: int) -> None:

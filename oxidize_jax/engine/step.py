@@ -18,11 +18,12 @@ from oxidize_jax.batch.buckets import Bucket, buckets, select_bucket
 from oxidize_jax.batch.build import build_batch, sampling_rows
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.edits import Edits, Sequences
 from oxidize_jax.sampling.sampler import SampleOutput, SamplingArrays, sample
 from oxidize_jax.scheduler.commit import commit
 from oxidize_jax.scheduler.schedule import schedule
-from oxidize_jax.scheduler.state import NO_TOKEN, SchedulerState, init_scheduler
-from oxidize_jax.types import state
+from oxidize_jax.scheduler.state import NO_TOKEN, Requests, SchedulerState, init_scheduler
+from oxidize_jax.types import replace, state
 
 Params = Any
 """Pytree of arrays that the model reads."""
@@ -54,7 +55,15 @@ class EngineState:
 
 
 def init_state(config: EngineConfig, model: Model, secret: int = 0) -> EngineState:
-    """An idle engine. ``secret``: the pool's, see :func:`~oxidize_jax.blocks.pool.create`."""
+    """An idle engine. ``secret``: the pool's, see :func:`~oxidize_jax.blocks.pool.create`.
+
+    Raises ValueError for token masks that do not cover the vocabulary.
+    """
+    if 0 < config.token_mask_size < model.vocab_size:
+        raise ValueError(
+            f"token_mask_size={config.token_mask_size} does not cover the model's vocabulary of "
+            f"{model.vocab_size}: raise it to that, or use 0 for no masks."
+        )
     return EngineState(
         scheduler=init_scheduler(config, secret),
         kv=model.init_kv(config.num_blocks, config.block_size),
@@ -123,8 +132,9 @@ def _step(
     room: Room,
 ) -> tuple[EngineState, Room]:
     """:func:`engine_step`, with room for logits that is used again."""
-    kv, room, samples = _execute(config, model, shapes, params, state, room)
+    kv, room, samples, tokens = _execute(config, model, shapes, params, state, room)
     scheduler = state.scheduler
+    scheduler = replace(scheduler, requests=replace(scheduler.requests, tokens=tokens))
     row = jnp.arange(config.max_num_seqs, dtype=jnp.int32)
     sample_rows = jnp.where(sampling_rows(scheduler), row, config.max_num_seqs)
     scheduler = commit(config, scheduler, sample_rows, samples)
@@ -138,8 +148,10 @@ def _execute(
     params: Params,
     state: EngineState,
     room: Room,
-) -> tuple[Any, Room, SampleOutput]:
-    """Run the model in the smallest shape that holds the plan; ``(kv, room, samples by row)``.
+) -> tuple[Any, Room, SampleOutput, jax.Array]:
+    """Run the model in the smallest shape that holds the plan.
+
+    Returns ``(kv, room, samples by row, tokens of the requests, unchanged)``.
 
     Each shape is a loop that runs once or not at all. A conditional would do, but XLA copies
     the whole cache to get it into and out of a conditional, and loops work in place.
@@ -162,12 +174,14 @@ def _execute(
 
         carry = lax.while_loop(is_due, run, carry)
     kv, room, _ = carry
-    samples = _no_samples(config)
+    # The tokens go through the loops: XLA copies a large array that one closes over and that
+    # is changed afterwards.
+    drawn = (_no_samples(config), scheduler.requests.tokens)
     taken = jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
     for size, (logits, rows) in room.items():
         sampler = partial(_sampled, config, scheduler, logits, rows)
-        samples = apply_if(taken == size, sampler, samples)
-    return kv, room, samples
+        drawn = apply_if(taken == size, sampler, drawn)
+    return kv, room, *drawn
 
 
 def _sampled(
@@ -175,11 +189,21 @@ def _sampled(
     scheduler: SchedulerState,
     logits: jax.Array,
     rows: jax.Array,
-    samples: SampleOutput,
-) -> SampleOutput:
-    """``samples`` with those that ``logits f32[C, V]`` give to ``rows i32[C]``."""
-    drawn = sample(logits, sampling_arrays(scheduler, rows), config.max_logprobs)
-    return jax.tree.map(lambda all_, new: all_.at[rows].set(new, mode="drop"), samples, drawn)
+    carry: tuple[SampleOutput, jax.Array],
+) -> tuple[SampleOutput, jax.Array]:
+    """``(samples, tokens)`` with the samples that ``logits f32[C, V]`` give to ``rows i32[C]``."""
+    samples, tokens = carry
+    requests = scheduler.requests
+    sequences = Sequences(
+        tokens=tokens,
+        bias_ids=requests.bias_ids,
+        bias_values=requests.bias_values,
+        bad_words=requests.bad_words,
+        token_mask=requests.token_mask,
+    )
+    drawn = sample(logits, sampling_arrays(scheduler, rows), sequences, config.max_logprobs)
+    samples = jax.tree.map(lambda all_, new: all_.at[rows].set(new, mode="drop"), samples, drawn)
+    return samples, lax.optimization_barrier(tokens)
 
 
 def _no_samples(config: EngineConfig) -> SampleOutput:
@@ -206,14 +230,33 @@ def sampling_arrays(state: SchedulerState, sample_rows: jax.Array) -> SamplingAr
     def of(values: jax.Array, fill: Any = 0) -> jax.Array:
         return values.at[request].get(mode="fill", fill_value=fill)
 
-    too_short = of(requests.num_tokens) < of(requests.min_tokens)
+    num_tokens, prompt_len = of(requests.num_tokens), of(requests.prompt_len)
+    too_short = num_tokens < of(requests.min_tokens)
     stop_ids = of(requests.stop_ids, NO_TOKEN)
     return SamplingArrays(
         temperature=of(requests.temperature),
         top_k=of(requests.top_k),
         top_p=of(requests.top_p, 1.0),
+        min_p=of(requests.min_p),
+        typical_p=of(requests.typical_p, 1.0),
         key=of(requests.key),
-        token_index=of(requests.num_tokens) - of(requests.prompt_len),
-        suppress_ids=jnp.where(too_short[:, None], stop_ids, NO_TOKEN),
+        token_index=num_tokens - prompt_len,
+        edits=Edits(
+            sequence=request,
+            prompt_len=prompt_len,
+            num_tokens=num_tokens,
+            suppress_ids=jnp.where(too_short[:, None], stop_ids, NO_TOKEN),
+            masked=of(requests.has_mask, False),
+            listed=of(_has_list(requests), False),
+            repetition_penalty=of(requests.repetition_penalty, 1.0),
+            presence_penalty=of(requests.presence_penalty),
+            frequency_penalty=of(requests.frequency_penalty),
+        ),
         want_logprobs=of(requests.want_logprobs, False),
     )
+
+
+def _has_list(requests: Requests) -> jax.Array:
+    """bool[R]: has a bias, or bad words. Those used stand first."""
+    firsts = (requests.bias_ids[:, :1], requests.bad_words[:, :1, 0])
+    return jnp.any(jnp.concatenate(firsts, axis=1) != NO_TOKEN, axis=1)

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
 from oxidize_jax.scheduler import fork as forks
 from oxidize_jax.scheduler.state import NO_TOKEN
-from oxidize_jax.scheduler.submit import NewRequest
+from oxidize_jax.scheduler.submit import NewRequest, plain_sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Submit:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
     key: tuple[int, ...] = (0, 0)
     salt: int = 0
     use_cache: bool = True
@@ -159,7 +169,8 @@ def _scripted(event: Event, index: int, outputs: Mapping[tuple[int, int], list[i
 
 
 _SCALARS = ("max_new_tokens", "min_new_tokens", "arrival", "priority", "temperature", "top_k",
-            "top_p", "salt", "use_cache", "want_logprobs")  # fmt: skip
+            "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "salt", "use_cache", "want_logprobs")  # fmt: skip
 
 
 def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:
@@ -172,8 +183,29 @@ def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:
         stop_ids=tuple(stops[stops != NO_TOKEN].tolist()),
         key=tuple(np.asarray(new.key).tolist()),
         fork_of=fork_of if fork_of < config.max_num_requests else None,
+        logit_bias=tuple(
+            (token, _plain(bias))
+            for token, bias in zip(np.asarray(new.bias_ids).tolist(), new.bias_values, strict=True)
+            if token != NO_TOKEN
+        ),
+        bad_words=tuple(
+            tuple(token for token in word[::-1] if token != NO_TOKEN)
+            for word in np.asarray(new.bad_words).tolist()
+            if word[0] != NO_TOKEN
+        ),
+        **_mask_lists(config, new),
         **{name: _plain(getattr(new, name)) for name in _SCALARS},
     )
+
+
+def _mask_lists(config: EngineConfig, new: NewRequest) -> dict[str, Any]:
+    """The ids that a mask allows, or those that it bans, whichever are fewer."""
+    if not new.has_mask:
+        return {}
+    allowed = unpack_token_mask(np.asarray(new.token_mask), config.token_mask_size)
+    if 2 * allowed.sum() > allowed.size:
+        return {"banned_token_ids": tuple(np.flatnonzero(~allowed).tolist())}
+    return {"allowed_token_ids": tuple(np.flatnonzero(allowed).tolist())}
 
 
 def _plain(value: Any) -> Any:
@@ -189,16 +221,23 @@ def new_request(config: EngineConfig, event: Submit) -> NewRequest:
     stops = np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32)
     stops[: len(event.stop_ids)] = event.stop_ids
     fork_of = config.max_num_requests if event.fork_of is None else event.fork_of
-    types: dict[str, Any] = {"temperature": np.float32, "top_p": np.float32}
-    types |= {"use_cache": np.bool_, "want_logprobs": np.bool_}
-    arrays: dict[str, Any] = {
-        name: types.get(name, np.int32)(getattr(event, name)) for name in _SCALARS
-    }
+    arrays: dict[str, Any] = plain_sampling(config)
+    types = {name: array.dtype.type for name, array in arrays.items()} | {"use_cache": np.bool_}
+    arrays |= {name: types.get(name, np.int32)(getattr(event, name)) for name in _SCALARS}
+    for i, (token, bias) in enumerate(event.logit_bias):
+        arrays["bias_ids"][i], arrays["bias_values"][i] = token, bias
+    for i, word in enumerate(event.bad_words):
+        arrays["bad_words"][i, : len(word)] = word[::-1]
+    if event.allowed_token_ids is not None or event.banned_token_ids:
+        arrays["token_mask"] = pack_token_mask(
+            config.token_mask_size, event.allowed_token_ids, event.banned_token_ids
+        )
+        arrays["has_mask"] = np.bool_(True)
+    arrays["key"] = np.asarray(event.key, np.uint32)
     return NewRequest(
         tokens=tokens,  # type: ignore[arg-type]
         prompt_len=np.int32(len(event.prompt)),  # type: ignore[arg-type]
         stop_ids=stops,  # type: ignore[arg-type]
-        key=np.asarray(event.key, np.uint32),  # type: ignore[arg-type]
         fork_of=np.int32(fork_of),  # type: ignore[arg-type]
         **arrays,
     )

@@ -274,6 +274,7 @@ class _Reader:
                     f"submit.stop_ids has {len(event.stop_ids)} ids; the limit is "
                     f"max_stop_token_ids={most}."
                 )
+            self._check_lists(event)
             if event.fork_of == event.slot:
                 raise ValueError(f"submit.fork_of={event.slot}: a request is no fork of itself.")
             self._used.add(event.slot)
@@ -282,6 +283,24 @@ class _Reader:
             self._used.update(event.children)
         elif isinstance(event, Restart):
             self._used.clear()
+
+    def _check_lists(self, event: Submit) -> None:
+        config = self._config
+        longest = max(map(len, event.bad_words), default=1)
+        limits = (
+            ("logit_bias", len(event.logit_bias), config.max_logit_bias, "max_logit_bias"),
+            ("bad_words", len(event.bad_words), config.max_bad_words, "max_bad_words"),
+            ("bad_words: one", longest, config.max_bad_word_tokens, "max_bad_word_tokens"),
+        )
+        for name, count, most, limit in limits:
+            if count > most:
+                raise ValueError(f"submit.{name} has {count} entries; the limit is {limit}={most}.")
+        masks = event.allowed_token_ids is not None or event.banned_token_ids
+        if masks and config.token_mask_size < self._vocab_size:
+            raise ValueError(
+                f"submit allows or bans ids, and token_mask_size={config.token_mask_size} is "
+                f"less than vocab_size={self._vocab_size}."
+            )
 
     def _check_fork(self, event: Fork) -> None:
         count = len(event.children)
@@ -328,6 +347,15 @@ class _Limits:
             "temperature": _number,
             "top_k": count,
             "top_p": _number,
+            "min_p": _number,
+            "typical_p": _number,
+            "repetition_penalty": _number,
+            "presence_penalty": _number,
+            "frequency_penalty": _number,
+            "logit_bias": _many(lambda name, value: _pair(token, _number, name, value)),
+            "bad_words": _many(_many(token)),
+            "allowed_token_ids": _optional(_many(token)),
+            "banned_token_ids": _many(token),
             "salt": count,
             "use_cache": _flag,
             "want_logprobs": _flag,
@@ -380,6 +408,14 @@ def _many(read: Callable[[str, Any], Any], length: int | None = None) -> Callabl
         return tuple(read(f"{name}[{i}]", item) for i, item in enumerate(value))
 
     return each
+
+
+def _pair(
+    first: Callable[[str, Any], Any], second: Callable[[str, Any], Any], name: str, value: Any
+) -> tuple[Any, Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{name}={value!r}: must be a list of 2.")
+    return first(name, value[0]), second(name, value[1])
 
 
 def _object(read: Callable[[str, Any], Any]) -> Callable[[str, Any], dict[str, Any]]:

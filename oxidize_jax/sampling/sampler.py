@@ -1,16 +1,37 @@
 """The sampler: from logits to tokens, one row per sequence, pure and jittable.
 
-A row's token depends on its own logits, parameters and key alone. The order of filters is
-vLLM's: temperature, then top_k, then top_p over what top_k left.
+A row's token depends on its own logits, tokens, parameters and key alone. The order is vLLM's
+(``v1/sample/sampler.py``), each acting on what the one before left:
+
+1. log probabilities, of the raw logits
+2. allowed_token_ids and banned_token_ids
+3. bad_words, min_tokens, logit_bias
+4. repetition_penalty, then frequency_penalty and presence_penalty
+5. greedy rows end here: the likeliest token
+6. temperature
+7. min_p, then top_k, then top_p
+8. typical_p, which vLLM has not, where transformers has it
+9. the draw
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oxidize_jax.sampling.filters import kept_limit
+from oxidize_jax.arrays import apply_if
+from oxidize_jax.sampling.edits import (
+    Edits,
+    Sequences,
+    biased_logits,
+    is_penalized,
+    masked_logits,
+    penalized_logits,
+)
+from oxidize_jax.sampling.filters import kept_tokens
 from oxidize_jax.sampling.keys import child_key, gumbel, key_data_from_seed
 from oxidize_jax.types import state
 
@@ -37,12 +58,16 @@ class SamplingArrays:
     """i32[C]; below 1, or V and more: keep all"""
     top_p: jax.Array
     """f32[C]; 1 and more: keep all; 0 and less: the likeliest and its equals"""
+    min_p: jax.Array
+    """f32[C]; 0 and less: keep all; 1 and more: the likeliest and its equals"""
+    typical_p: jax.Array
+    """f32[C]; 1 and more: keep all; 0 and less: the most typical and its equals"""
     key: jax.Array
     """u32[C, 2]: threefry key data of the request"""
     token_index: jax.Array
     """i32[C]: how many tokens the request has drawn"""
-    suppress_ids: jax.Array
-    """i32[C, Z]: ids that must not be drawn; V or more at padding"""
+    edits: Edits
+    """What changes the logits first."""
     want_logprobs: jax.Array
     """bool[C]: fill ``top_ids`` and ``top_logprobs``"""
 
@@ -61,15 +86,21 @@ class SampleOutput:
     """f32[C, P]; 0 where not wanted, and -inf past the end of a vocabulary smaller than P"""
 
 
-def sample(logits: jax.Array, arrays: SamplingArrays, num_top_logprobs: int) -> SampleOutput:
+def sample(
+    logits: jax.Array, arrays: SamplingArrays, sequences: Sequences, num_top_logprobs: int
+) -> SampleOutput:
     """Draw a token for every row of ``logits f32[C, V]``.
 
     ``num_top_logprobs`` is P, fixed at trace time. What no row asks for is skipped when the
-    program runs: noise, each filter, suppression, alternatives.
+    program runs: each edit, noise, each filter, alternatives. A row of which every token is
+    banned gets token 0.
     """
     hot = arrays.temperature >= GREEDY_BELOW
-    plain = ~jnp.any(hot) & jnp.all(arrays.suppress_ids >= logits.shape[1])
-    tokens = lax.cond(plain, lambda: _argmax(logits), lambda: _drawn(logits, arrays, hot))
+    changes = _changes(arrays.edits, logits.shape[1])
+    plain = ~jnp.any(jnp.stack([hot, *changes]))
+    tokens = lax.cond(
+        plain, lambda: _argmax(logits), lambda: _drawn(logits, arrays, sequences, hot, changes)
+    )
     normalizer = _logsumexp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     top_ids, top_logprobs = _alternatives(
@@ -78,16 +109,40 @@ def sample(logits: jax.Array, arrays: SamplingArrays, num_top_logprobs: int) -> 
     return SampleOutput(tokens, chosen - normalizer, top_ids, top_logprobs)
 
 
-def _drawn(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax.Array:
-    """``i32[C]``: a draw for the rows of ``hot bool[C]``, the likeliest allowed for others."""
-    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    allowed = logits.at[row, arrays.suppress_ids].set(-jnp.inf, mode="drop")
+def _changes(edits: Edits, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``bool[C]`` each: rows with a mask; with a bias or with bans; with a penalty."""
+    suppressed = jnp.any(edits.suppress_ids < vocab, axis=1)
+    return edits.masked, edits.listed | suppressed, is_penalized(edits)
+
+
+def _drawn(
+    logits: jax.Array,
+    arrays: SamplingArrays,
+    sequences: Sequences,
+    hot: jax.Array,
+    changes: tuple[jax.Array, ...],
+) -> jax.Array:
+    """``i32[C]``: a draw for the rows of ``hot bool[C]``, the likeliest for others."""
+    logits = _edited(logits, arrays.edits, sequences, changes)
     scores = lax.cond(
         jnp.any(hot),
-        lambda: jnp.where(hot[:, None], _perturbed(allowed, arrays, hot), allowed),
-        lambda: allowed,
+        lambda: jnp.where(hot[:, None], _perturbed(logits, arrays, hot), logits),
+        lambda: logits,
     )
     return _argmax(scores)
+
+
+def _edited(
+    logits: jax.Array, edits: Edits, sequences: Sequences, changes: tuple[jax.Array, ...]
+) -> jax.Array:
+    """``logits f32[C, V]`` with those edits made that a row asks for."""
+    # Loops that run once or not at all work in place, one behind the other.
+    for change, edit in zip(changes, (masked_logits, biased_logits, penalized_logits), strict=True):
+        if edit is masked_logits and not sequences.token_mask.shape[1]:
+            continue
+        made = partial(edit, edits=edits, sequences=sequences)
+        logits = apply_if(jnp.any(change), made, logits)
+    return logits
 
 
 def _perturbed(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax.Array:
@@ -98,9 +153,15 @@ def _perturbed(logits: jax.Array, arrays: SamplingArrays, hot: jax.Array) -> jax
     best = jnp.max(logits, axis=-1, keepdims=True)
     best = jnp.where(jnp.isfinite(best), best, 0)
     distance = (best - logits) / jnp.where(hot, arrays.temperature, 1)[:, None]
-    limit = kept_limit(distance, jnp.where(hot, arrays.top_k, 0), jnp.where(hot, arrays.top_p, 1))
+    kept = kept_tokens(
+        distance,
+        min_p=jnp.where(hot, arrays.min_p, 0),
+        top_k=jnp.where(hot, arrays.top_k, 0),
+        top_p=jnp.where(hot, arrays.top_p, 1),
+        typical_p=jnp.where(hot, arrays.typical_p, 1),
+    )
     noise = gumbel(arrays.key, arrays.token_index, logits.shape[1])
-    return jnp.where(distance < limit[:, None], noise - distance, -jnp.inf)
+    return jnp.where(kept.of(distance), noise - distance, -jnp.inf)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.edits import NO_TOKEN as NO_TOKEN
 from oxidize_jax.types import replace, state
 
 UNUSED, WAITING, RUNNING, FINISHED = range(4)
@@ -27,9 +28,6 @@ HISTORY = 32
 """Steps whose statistics are kept."""
 NUM_STATS = 14
 """F: figures of a step."""
-
-NO_TOKEN = 2**31 - 1
-"""Padding of ``stop_ids``: no vocabulary has it, and scatters drop it."""
 
 
 @state
@@ -74,6 +72,27 @@ class Requests:
     """i32[R]"""
     top_p: jax.Array
     """f32[R]"""
+    min_p: jax.Array
+    """f32[R]"""
+    typical_p: jax.Array
+    """f32[R]"""
+    repetition_penalty: jax.Array
+    """f32[R]"""
+    presence_penalty: jax.Array
+    """f32[R]"""
+    frequency_penalty: jax.Array
+    """f32[R]"""
+    bias_ids: jax.Array
+    """i32[R, E], E = max_logit_bias, those used first; padded with ``NO_TOKEN``."""
+    bias_values: jax.Array
+    """f32[R, E]"""
+    bad_words: jax.Array
+    """i32[R, W, L]: the W = max_bad_words sequences that the output must not contain, of at
+    most L = max_bad_word_tokens, backwards; padded with ``NO_TOKEN``."""
+    token_mask: jax.Array
+    """u32[R, ceil(token_mask_size / 32)]: ids that may be sampled, where ``has_mask``."""
+    has_mask: jax.Array
+    """bool[R]"""
     key: jax.Array
     """u32[R, 2]: threefry key data; folded with the index of each generated token."""
     salt: jax.Array
@@ -158,7 +177,17 @@ class SchedulerState:
     :mod:`~oxidize_jax.scheduler.stats`."""
 
 
-_LONG = ("tokens", "logprobs", "top_ids", "top_logprobs", "stop_ids")
+_LONG = (
+    "tokens",
+    "logprobs",
+    "top_ids",
+    "top_logprobs",
+    "stop_ids",
+    "bias_ids",
+    "bias_values",
+    "bad_words",
+    "token_mask",
+)
 
 
 def without_sequences(state: SchedulerState) -> SchedulerState:
@@ -206,6 +235,16 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
         temperature=floats(r),
         top_k=ints(r),
         top_p=floats(r, value=1.0),
+        min_p=floats(r),
+        typical_p=floats(r, value=1.0),
+        repetition_penalty=floats(r, value=1.0),
+        presence_penalty=floats(r),
+        frequency_penalty=floats(r),
+        bias_ids=ints(r, config.max_logit_bias, value=NO_TOKEN),
+        bias_values=floats(r, config.max_logit_bias),
+        bad_words=ints(r, config.max_bad_words, config.max_bad_word_tokens, value=NO_TOKEN),
+        token_mask=jnp.zeros((r, config.token_mask_words), jnp.uint32),
+        has_mask=jnp.zeros((r,), jnp.bool_),
         key=jnp.zeros((r, 2), jnp.uint32),
         salt=ints(r),
         use_cache=jnp.ones((r,), jnp.bool_),

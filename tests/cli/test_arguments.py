@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,45 @@ def test_help_and_bad_arguments_do_not_wait_for_jax(argv, status):
     assert done.returncode == status, done.stderr
     assert "imports" not in done.stderr
     assert ("example" in done.stdout) == (status == 0)
+
+
+def sampling_of(*argv):
+    return sampling_params(parse(cli._parser(), ["generate", *argv, "x"]))
+
+
+def test_every_sampling_option_has_its_flag():
+    params = sampling_of(
+        *("--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2"),
+        *("--presence-penalty=-0.5", "--frequency-penalty", "0.25"),
+        *("--logit-bias", "5:-2.5, 17:100", "--allowed-token-ids", "5,17,3"),
+        *("--banned-token-ids", "3", "--bad-word", "bad", "--bad-word", "worse"),
+    )
+    assert (params.min_p, params.typical_p) == (0.1, 0.9)
+    assert (params.repetition_penalty, params.presence_penalty) == (1.2, -0.5)
+    assert params.frequency_penalty == 0.25
+    assert params.logit_bias == ((5, -2.5), (17, 100.0))
+    assert params.allowed_token_ids == (5, 17, 3)
+    assert params.banned_token_ids == (3,)
+    assert params.bad_words == ("bad", "worse")
+    assert sampling_of() == SamplingParams(max_tokens=256, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--min-p", "2", "must be from 0 to 1"),
+        ("--presence-penalty", "x", "'x': must be a number"),
+        ("--logit-bias", "5", "token ids and numbers, as in 5:-2.5"),
+        ("--logit-bias", "a:5", "must be a whole number"),
+        ("--logit-bias", "5:x", "token ids and numbers"),
+        ("--logit-bias", "5:101", "must be from -100 to 100"),
+        ("--allowed-token-ids", "5;6", "token ids, as in 5,17"),
+        ("--banned-token-ids", "2147483648", "must be a whole number"),
+    ],
+)
+def test_sampling_flags_refuse_in_words(flag, value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        sampling_of(flag, value)
 
 
 def test_python_m_oxidize_jax_is_the_command():

@@ -120,6 +120,29 @@ def test_sc01_what_can_never_run_is_refused_and_the_next_completes(engine):
         ({"top_p": float("nan")}, "top_p=nan"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": None}, "temperature=None"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"typical_p": 0.0}, "typical_p=0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan"),
+        ({"frequency_penalty": True}, "frequency_penalty=True"),
+        ({"logit_bias": ((VOCAB, 5.0),)}, rf"logit_bias\[0\]={VOCAB}"),
+        ({"logit_bias": ((-1, 5.0),)}, r"logit_bias\[0\]=-1"),
+        ({"logit_bias": ((3, 101.0),)}, r"logit_bias\[3\]=101.0"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "twice"),
+        ({"logit_bias": ((1, 1.0), (2, 1.0), (3, 1.0))}, "3 ids; the limit is max_logit_bias=2"),
+        ({"bad_words": ((1,), (2,), (3,))}, "max_bad_words=2"),
+        ({"bad_words": ((1, 2, 3, 4),)}, r"bad_words\[0\] has 4 .* max_bad_word_tokens=3"),
+        ({"bad_words": ((),)}, r"bad_words\[0\] has 0 tokens"),
+        ({"bad_words": ((1, VOCAB),)}, rf"bad_words\[0\]\[1\]={VOCAB}"),
+        ({"allowed_token_ids": (VOCAB,)}, rf"allowed_token_ids\[0\]={VOCAB}"),
+        ({"banned_token_ids": (-1,)}, r"banned_token_ids\[0\]=-1"),
+        ({"allowed_token_ids": (3,), "banned_token_ids": (3, 4)}, "leaves no token"),
+        ({"allowed_token_ids": (3,), "bad_words": ((1, 3),)}, "leaves no token"),
+        (
+            {"allowed_token_ids": (3,), "stop_token_ids": (3,), "min_new_tokens": 1},
+            "leaves no token",
+        ),
+        ({"banned_token_ids": tuple(range(VOCAB))}, "leaves no token"),
         ({"key": (-1, 0)}, r"key=\(-1, 0\)"),
         ({"key": (2**32, 0)}, "key="),
         ({"key": (1,)}, "key="),
@@ -131,6 +154,14 @@ def test_bad_requests_are_refused_before_they_touch_the_device(engine, change, m
     with pytest.raises(ValueError, match=message):
         engine.add(dataclasses.replace(request([1, 2]), **change))
     assert engine.num_unfinished == 0
+
+
+def test_an_engine_without_masks_refuses_what_needs_one():
+    engine = Engine(dataclasses.replace(CONFIG, token_mask_size=0), FakeModel(), None)
+    with pytest.raises(ValueError, match=f"banned_token_ids.*token_mask_size=0.*with {VOCAB}"):
+        engine.add(request([1], banned_token_ids=(2,)))
+    with pytest.raises(ValueError, match=f"token_mask_size=5 does not cover .* {VOCAB}"):
+        Engine(dataclasses.replace(CONFIG, token_mask_size=5), FakeModel(), None)
 
 
 @pytest.mark.parametrize("max_steps", [0, 17])

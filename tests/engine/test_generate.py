@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference_sampler as reference
 from fake_model import VOCAB, FakeModel, quick_jit, solo
 from write_checkpoints import TINY_LLAMA as MODEL
 from write_checkpoints import random_params
@@ -113,6 +114,50 @@ def test_stop_ids_lengths_and_padding(tight):
     chex.assert_trees_all_equal(out.mask, place < np.asarray(out.lengths)[..., None])
     assert (np.asarray(out.tokens) == -100).sum() == (~out.mask).sum()
     assert ((np.asarray(out.logprobs) < 0) == out.mask).all()
+
+
+def test_every_sampling_option_is_that_of_the_slow_sampler():
+    """Each prompt with options of its own, in rows and blocks for fewer than all."""
+    prompts = [[5, 6, 7], [5, 6, 7, 8], [3] * 6, [9, 8], [1], [2, 2]]
+    n = len(prompts)
+    mask = np.ones((n, VOCAB), bool)
+    mask[1, ::2] = False
+    per_prompt = {
+        "temperature": [0, 0, 0, 0, 5, 5],
+        "min_p": [0, 0, 0, 0, 1, 0],
+        "typical_p": [1, 1, 1, 1, 1, 0.01],
+        "repetition_penalty": [1, 1, 1.5, 1, 1, 1],
+        "presence_penalty": [0, 0, 0, 2, 0, 0],
+        "frequency_penalty": [0, 0, 0, 0.5, 0, 0],
+    }
+    per_prompt = {name: np.array(values, np.float32) for name, values in per_prompt.items()}
+    bias_ids = np.array([[4, 50]] + [[7, -1]] * 5)
+    bias_values = np.array([[90, 100.0]] + [[20, 0]] * 5)
+    config = GenerateConfig(FakeModel(), W, num_blocks=7, **SIZES)
+    sampling = Sampling(
+        KEY, **per_prompt, bias_ids=bias_ids, bias_values=bias_values, token_mask=mask
+    )
+    given = pad_prompts(prompts, vocab_size=VOCAB, width=6)
+    out = quick_jit(lambda given, sampling: generate(None, given, sampling, config))(
+        given, jax.tree.map(jnp.asarray, sampling)
+    )
+    for i, prompt in enumerate(prompts):
+        edits = {name: per_prompt[name][i] for name in per_prompt if "penalty" in name}
+        edits["allowed"] = np.flatnonzero(mask[i]).tolist()
+        edits["logit_bias"] = {
+            int(t): v for t, v in zip(bias_ids[i], bias_values[i], strict=True) if t >= 0
+        }
+        filters = {name: per_prompt[name][i] for name in ("temperature", "min_p", "typical_p")}
+        output = sequences(out, i)[0]
+        assert len(output) == W
+        for place, token in enumerate(output):
+            history = prompt + output[:place]
+            logits = -((np.arange(VOCAB) - solo(history, 1)[-1]) % VOCAB)
+            x = reference.edited_logits(logits, prompt=prompt, output=output[:place], **edits)
+            if filters["temperature"]:
+                assert reference.probabilities(x, **filters)[token] > 0
+            else:
+                assert token == x.argmax()
 
 
 def test_what_can_never_run_is_refused_and_disturbs_nobody(tight):

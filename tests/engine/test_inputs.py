@@ -23,7 +23,7 @@ SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "prefi
 
 def test_numbers_of_any_kind_are_arrays_of_one_type():
     kinds = [
-        Sampling(KEY, 0, 0, 1, 5, 0, [1, 2]),
+        Sampling(KEY, 0, 0, 1, 5, 0, [1, 2], 0, 1, 1, 0, 0),
         Sampling(KEY, 0.5, np.int64(3), np.float64(0.5), None, 2, np.array([[3, -1]])),
         Sampling(
             KEY, jnp.float32(1), jnp.int8(1), jnp.bfloat16(1), stop_token_ids=jnp.array([4, 5])
@@ -102,6 +102,21 @@ def call(prompts=None, key=KEY, **sampling):
         ({"max_new_tokens": [1, 2, 3]}, r"max_new_tokens has shape \[3\]: .* 2, one for each"),
         ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids=\[{VOCAB}\]: must be from .* to 96"),
         ({"stop_token_ids": [[1]] * 3}, r"stop_token_ids has shape \[3, 1\]"),
+        ({"min_p": 1.5}, "min_p=1.5: must be from 0 to 1"),
+        ({"typical_p": -0.1}, "typical_p=-0.1: must be from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: must be from 0.001 to 1000"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5: must be from -2.0 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan: must be from -2.0 to 2"),
+        ({"bias_ids": [1, VOCAB], "bias_values": [1, 1]}, "bias_ids=.*: must be from .* to 96"),
+        ({"bias_ids": [1, 2], "bias_values": [1]}, r"bias_values has shape \[1, 1\] and bias_ids"),
+        (
+            {"bias_ids": [1], "bias_values": [101]},
+            r"bias_values=\[101\]: must be from -100.0 to 100",
+        ),
+        ({"bias_ids": [1]}, "give one value for each id"),
+        ({"token_mask": [True]}, r"token_mask is bool\[1, 1\]: must be bool, \[97\] or \[2, 97\]"),
+        ({"token_mask": [1] * VOCAB}, r"token_mask is int64\[1, 97\]"),
+        ({"token_mask": np.zeros((2, VOCAB), bool)}, "leaves a prompt no id"),
         ({"key": jax.random.key(0, impl="rbg")}, r"key has data uint32\[4\]"),
         ({"key": jnp.zeros((3, 2), jnp.uint32)}, r"key has data uint32\[3, 2\]: .* 2, one"),
         ({"prompts": (jnp.ones((2,), jnp.int32),) * 2}, r"prompts.tokens is int32\[2\]"),

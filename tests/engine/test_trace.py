@@ -59,6 +59,10 @@ CONFIG = EngineConfig(
     prefill_tile=4,
     max_logprobs=2,
     max_stop_token_ids=2,
+    max_logit_bias=2,
+    max_bad_words=2,
+    max_bad_word_tokens=3,
+    token_mask_size=VOCAB,
 )
 MODEL = FakeModel()
 MARK = 66
@@ -446,6 +450,34 @@ def test_floats_keep_their_bits_and_are_short():
         assert len(str(again.temperature)) <= 12
     fork = Fork(0, (1, 2), ((0, 0),) * 2, (0, 1), (None, 3), (float("-inf"), -0.7))
     assert fork_event(CONFIG, new_fork(CONFIG, fork)) == fork
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.3, "typical_p": 0.7, "repetition_penalty": 1.1},
+        {"presence_penalty": -1.3, "frequency_penalty": 1e-3},
+        {"logit_bias": ((VOCAB - 1, -99.9), (0, 0.1))},
+        {"bad_words": ((1, 2, 3), (4,))},
+        {"allowed_token_ids": (0, 5, VOCAB - 1)},
+        {"banned_token_ids": (0, 5, VOCAB - 1)},
+    ],
+    ids=str,
+)
+def test_sampling_options_come_back_from_arrays_and_from_the_file(options):
+    event = Submit(0, (1,), 1, **options)
+    assert submit_event(CONFIG, 0, new_request(CONFIG, event)) == event
+    assert loads(dumps(Trace(CONFIG, VOCAB, (event,)))).events == (event,)
+
+
+def test_a_list_without_room_is_refused_with_the_limit():
+    bias = '{"submit":{"slot":0,"prompt":[1],"max_new_tokens":1,"logit_bias":[[1,2.0]]}}\n'
+    small = dataclasses.replace(CONFIG, max_logit_bias=0, token_mask_size=0)
+    with pytest.raises(ValueError, match=r"line 2: submit.logit_bias has 1 .* max_logit_bias=0"):
+        loads(dumps(Trace(small, VOCAB)) + bias)
+    mask = bias.replace('"logit_bias":[[1,2.0]]', '"banned_token_ids":[1]')
+    with pytest.raises(ValueError, match=f"token_mask_size=0 is less than vocab_size={VOCAB}"):
+        loads(dumps(Trace(small, VOCAB)) + mask)
 
 
 def test_the_file_is_small(recorded, trace):

@@ -11,7 +11,14 @@ from oxidize_jax.scheduler.rows import preempt
 from oxidize_jax.scheduler.schedule import schedule
 
 PARAMS = SamplingParams(
-    temperature=1, seed=5, min_tokens=3, max_tokens=6, ignore_eos=True, logprobs=2
+    temperature=1,
+    seed=5,
+    presence_penalty=1,
+    repetition_penalty=1.3,
+    min_tokens=3,
+    max_tokens=6,
+    ignore_eos=True,
+    logprobs=2,
 )
 
 

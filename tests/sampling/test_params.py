@@ -23,6 +23,15 @@ def test_defaults_are_those_of_vllm():
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": (),
+        "allowed_token_ids": None,
+        "banned_token_ids": (),
+        "bad_words": (),
         "seed": None,
         "max_tokens": 16,
         "min_tokens": 0,
@@ -45,6 +54,75 @@ def test_sm08_temperature_refuses(value):
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 1.0000001])
 def test_sm08_top_p_refuses(value):
     assert repr(value) in refused(top_p=value)
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 1.0000001])
+def test_sm08_typical_p_refuses(value):
+    assert repr(value) in refused(typical_p=value)
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -1e-9, 1.0000001])
+def test_sm08_min_p_refuses(value):
+    assert repr(value) in refused(min_p=value)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -2.0001, 2.0001])
+def test_sm08_penalties_refuse(name, value):
+    assert repr(value) in refused(**{name: value})
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 1e-4, 1001])
+def test_sm08_repetition_penalty_refuses(value):
+    assert repr(value) in refused(repetition_penalty=value)
+
+
+@pytest.mark.parametrize("bias", [*NOT_NUMBERS, 100.1, -101])
+def test_sm08_logit_bias_refuses_values(bias):
+    assert "logit_bias[7]" in refused(logit_bias={7: bias})
+
+
+@pytest.mark.parametrize(
+    "key", [-1, "-1", 2**31, "99999999999", "x", "", "1.0", " 1", 1.0, True, None, "\u0663"]
+)
+def test_sm16_logit_bias_refuses_ids(key):
+    refused(logit_bias={key: 5})
+
+
+@pytest.mark.parametrize("value", ["5", 5, True, [5], [(5,)], {7: 1, "7": 2}, [[1, 2, 3]]])
+def test_logit_bias_refuses_what_is_no_dict(value):
+    refused(logit_bias=value)
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "banned_token_ids"])
+@pytest.mark.parametrize("value", [[97, -1], "5", 5, [1.0], [True], [2**31 + 5], [None]])
+def test_sm16_allowed_and_banned_ids_refuse(name, value):
+    refused(**{name: value})
+
+
+def test_nothing_allowed_is_refused():
+    assert "None for all" in refused(allowed_token_ids=[])
+
+
+@pytest.mark.parametrize("value", ["", " ", [""], ["a", "  "], [1], 5, [["a"]], ["a"] * 257])
+def test_bad_words_refuse(value):
+    refused(bad_words=value)
+
+
+def test_lists_are_kept_as_tuples():
+    params = SamplingParams(
+        logit_bias={"5": 1, np.int64(7): np.float32(-100)},
+        allowed_token_ids=range(3),
+        banned_token_ids=np.array([1, 2]),
+        bad_words="bad",
+    )
+    assert params.logit_bias == ((5, 1.0), (7, -100.0))
+    assert params.allowed_token_ids == (0, 1, 2)
+    assert params.banned_token_ids == (1, 2)
+    assert params.bad_words == ("bad",)
+    again = dataclasses.replace(params)
+    assert again == params
+    assert hash(again) == hash(params)
 
 
 @pytest.mark.parametrize("value", [2.0, 1.5, math.nan, "4", None, True, -2, 2**31])

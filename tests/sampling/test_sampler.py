@@ -5,35 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from sampler_rows import arrays, no_sequences
 
 from oxidize_jax.sampling import filters
+from oxidize_jax.sampling.edits import NO_TOKEN
 from oxidize_jax.sampling.keys import child_key, fold_in, gumbel, key_data_from_seed, random_bits
 from oxidize_jax.sampling.sampler import SamplingArrays, sample
 from oxidize_jax.types import replace
 
-NO_TOKEN = 2**31 - 1
+NONE = no_sequences()
 
 
-def arrays(rows: int, **fields) -> SamplingArrays:
-    """Rows with seeds 0, 1, ... and temperature 1, but for ``fields`` (broadcast)."""
-    defaults = {
-        "temperature": (np.float32, 1.0, ()),
-        "top_k": (np.int32, 0, ()),
-        "top_p": (np.float32, 1.0, ()),
-        "key": (np.uint32, np.stack([key_data_from_seed(i) for i in range(rows)]), (2,)),
-        "token_index": (np.int32, 0, ()),
-        "suppress_ids": (np.int32, NO_TOKEN, (2,)),
-        "want_logprobs": (bool, False, ()),
-    }
-    built = {}
-    for name, (dtype, default, extra) in defaults.items():
-        value = np.asarray(fields.pop(name, default), dtype)
-        built[name] = jnp.asarray(np.broadcast_to(value, (rows, *extra)))
-    assert not fields
-    return SamplingArrays(**built)
-
-
-run = jax.jit(sample, static_argnums=2)
+run = jax.jit(sample, static_argnums=3)
 
 
 def draw(logits, params: SamplingArrays, top: int = 0):
@@ -41,14 +24,20 @@ def draw(logits, params: SamplingArrays, top: int = 0):
     logits = np.asarray(logits, np.float32)
     rows, vocab = logits.shape
     if rows > 400:
-        return run(logits, params, top)
+        return run(logits, params, NONE, top)
     more_rows, more_vocab = (8 if rows <= 8 else 400) - rows, (64 if vocab <= 64 else 320) - vocab
     logits = np.pad(logits, ((0, more_rows), (0, more_vocab)), constant_values=-np.inf)
     logits[rows:, 0] = 0
     params = jax.tree.map(
         lambda leaf: np.pad(leaf, ((0, more_rows),) + ((0, 0),) * (leaf.ndim - 1)), params
     )
-    return jax.tree.map(lambda leaf: leaf[:rows], run(logits, params, top))
+    neutral = np.arange(rows + more_rows) < rows
+    edits = replace(
+        params.edits,
+        repetition_penalty=np.where(neutral, params.edits.repetition_penalty, np.float32(1)),
+    )
+    out = run(logits, replace(params, edits=edits), NONE, top)
+    return jax.tree.map(lambda leaf: leaf[:rows], out)
 
 
 def one_row(params: SamplingArrays, row: int) -> SamplingArrays:
@@ -74,7 +63,8 @@ def expected_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
 @jax.jit
 def kept_rows(logits, temperature, top_k, top_p):
     distance = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
-    return distance < filters.kept_limit(distance, top_k, top_p)[:, None]
+    off = jnp.zeros_like(top_p)
+    return filters.kept_tokens(distance, off, top_k, top_p, off + 1).of(distance)
 
 
 def kept(logits, temperature=1.0, top_k=0, top_p=1.0):
@@ -148,31 +138,6 @@ def test_banned_tokens_beyond_top_k_do_not_void_the_row():
 
 # --- draws -----------------------------------------------------------------------------
 
-MIXES = [
-    {"temperature": 1.0},
-    {"temperature": 0.5},
-    {"temperature": 3.0},
-    {"top_k": 3},
-    {"top_p": 0.8},
-    {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
-    {"temperature": 2.0, "top_k": 5},
-]
-
-
-@pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_draws_follow_the_distribution(mix):
-    """Chi-square over 50,000 draws; 1e-5 is the chance of a false alarm for fixed keys."""
-    logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -2.0, 0.7, 0.1], np.float32)
-    draws = 50_000
-    p = expected_probabilities(logits, **mix)
-    params = arrays(draws, **mix, key=key_data_from_seed(1234), token_index=np.arange(draws))
-    out = draw(np.broadcast_to(logits, (draws, len(logits))), params)
-    counts = np.bincount(np.asarray(out.tokens), minlength=len(logits))
-    assert counts[p == 0].sum() == 0
-    live = p > 0
-    statistic = ((counts - draws * p)[live] ** 2 / (draws * p[live])).sum()
-    assert statistic < 40
-
 
 def test_draws_for_consecutive_tokens_are_independent():
     count = 50_000
@@ -186,12 +151,14 @@ def test_draws_for_consecutive_tokens_are_independent():
 def test_sm03_a_draw_depends_on_key_and_token_index_alone():
     logits = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
     params = arrays(6, temperature=1.5, top_k=20, top_p=0.95, token_index=np.arange(6))
-    together = np.asarray(run(logits, params, 0).tokens)
+    together = np.asarray(run(logits, params, NONE, 0).tokens)
     order = [4, 0, 5, 2, 1, 3]
-    shuffled = run(logits[order], jax.tree.map(lambda leaf: leaf[jnp.array(order)], params), 0)
+    shuffled = run(
+        logits[order], jax.tree.map(lambda leaf: leaf[jnp.array(order)], params), NONE, 0
+    )
     np.testing.assert_array_equal(np.asarray(shuffled.tokens), together[order])
     for row in (0, 5):
-        alone = run(logits[row : row + 1], one_row(params, row), 0)
+        alone = run(logits[row : row + 1], one_row(params, row), NONE, 0)
         assert int(alone.tokens[0]) == together[row]
 
 
@@ -301,8 +268,8 @@ def test_greedy_takes_the_first_of_equals_and_ignores_filters():
 
 def test_sm09_rows_with_any_top_k_in_one_batch():
     logits = np.random.default_rng(2).normal(size=(6, 97)).astype(np.float32)
-    mixed = run(logits, arrays(6, top_k=[97, 98, 9999999, 0, -1, 1]), 0)
-    off = run(logits, arrays(6), 0)
+    mixed = run(logits, arrays(6, top_k=[97, 98, 9999999, 0, -1, 1]), NONE, 0)
+    off = run(logits, arrays(6), NONE, 0)
     np.testing.assert_array_equal(mixed.tokens[:5], off.tokens[:5])
     assert int(mixed.tokens[5]) == logits[5].argmax()
 
@@ -333,7 +300,7 @@ def test_sm15_suppressed_ids_are_never_drawn():
 @pytest.mark.parametrize("padding", [6, 7, NO_TOKEN])
 def test_jx02_padding_of_suppress_ids_bans_nothing(padding):
     logits = jnp.arange(6, dtype=jnp.float32)[None]
-    out = run(logits, arrays(1, temperature=0, suppress_ids=np.array([[4, padding]])), 0)
+    out = run(logits, arrays(1, temperature=0, suppress_ids=np.array([[4, padding]])), NONE, 0)
     assert int(out.tokens[0]) == 5
 
 
@@ -363,7 +330,7 @@ def test_logprobs_are_of_the_raw_logits():
 @pytest.mark.parametrize("size", [0, 5, 6])
 def test_sm09_more_alternatives_than_the_vocabulary(size):
     logits = jnp.array([[0.0, 2.0, 1.0, -1.0, 0.5]], jnp.float32)
-    out = run(logits, arrays(1, want_logprobs=True), size)
+    out = run(logits, arrays(1, want_logprobs=True), NONE, size)
     assert out.top_ids.shape == out.top_logprobs.shape == (1, size)
     np.testing.assert_array_equal(out.top_ids[0, :5], [1, 2, 4, 0, 3][:size])
     assert (np.asarray(out.top_logprobs[0, 5:]) == -np.inf).all()
@@ -391,8 +358,10 @@ def unconditional(jaxpr) -> set[str]:
 
 
 def test_nothing_wanted_does_no_noise_and_no_sorting():
-    work = {"top_k", "shift_left", "while", "log1p", "scatter"}
-    jaxpr = jax.make_jaxpr(partial(sample, num_top_logprobs=3))(jnp.zeros((4, 1000)), arrays(4))
+    work = {"top_k", "shift_left", "while", "log1p", "scatter-add"}
+    edits = no_sequences(tokens=9, biases=3, words=2, mask_words=32)
+    program = partial(sample, num_top_logprobs=3)
+    jaxpr = jax.make_jaxpr(program)(jnp.zeros((4, 1000)), arrays(4), edits)
     assert {"reduce_max", "cond"} <= unconditional(jaxpr.jaxpr)
     assert not work & unconditional(jaxpr.jaxpr)
     assert all(f" {name}[" in str(jaxpr) or f" {name} " in str(jaxpr) for name in work)
@@ -404,7 +373,7 @@ def test_one_program_serves_every_mix_of_options():
     def counted(logits, params):
         nonlocal traced
         traced += 1
-        return sample(logits, params, 2)
+        return sample(logits, params, NONE, 2)
 
     step = jax.jit(counted)
     logits = jnp.zeros((2, 9))

@@ -28,7 +28,7 @@ from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.rows import preempt
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import FINISHED, NO_TOKEN, RUNNING, UNUSED, WAITING, SchedulerState
-from oxidize_jax.scheduler.submit import NewRequest, abort, submit
+from oxidize_jax.scheduler.submit import NewRequest, abort, plain_sampling, submit
 
 VOCAB = 97
 _MASK = 0xFFFFFFFF
@@ -199,14 +199,10 @@ def new_request(
         arrival=np.int32(arrival),
         priority=np.int32(priority),
         stop_ids=stops,
-        temperature=np.float32(0),
-        top_k=np.int32(0),
-        top_p=np.float32(1),
-        key=np.zeros((2,), np.uint32),
         salt=np.int32(salt),
         use_cache=np.bool_(use_cache),
         fork_of=np.int32(config.max_num_requests if fork_of is None else fork_of),
-        want_logprobs=np.bool_(False),
+        **plain_sampling(config),
     )
 
 
@@ -244,6 +240,8 @@ def small_config(**changes: Any) -> EngineConfig:
         "prefill_tile": 4,
         "max_logprobs": 0,
         "max_stop_token_ids": 2,
+        "max_logit_bias": 0,
+        "max_bad_words": 0,
     }
     return EngineConfig(**(sizes | changes))
 

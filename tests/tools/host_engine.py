@@ -20,6 +20,10 @@ CONFIG = EngineConfig(
     prefill_tile=4,
     max_logprobs=2,
     max_stop_token_ids=2,
+    max_logit_bias=2,
+    max_bad_words=2,
+    max_bad_word_tokens=3,
+    token_mask_size=97,
 )
 
 
