@@ -3,6 +3,9 @@
 JAX's own cache is asked for a program once that has been traced and lowered, which takes
 longer than to read it back. So the largest program is kept a second time, under the hash of
 all that it can depend on: the sources of this package among it.
+
+That is right only where nobody changes the package's functions after they were imported, so
+it is off until :func:`enable_executables` says so, as the command line does.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import os
 import platform
 import tempfile
+import threading
 import time
 import zlib
 from functools import cache
@@ -31,11 +35,35 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
+_enabled = False
+_hits = threading.local()
+
+
+def enable_executables() -> None:
+    """Keep executables from now on, in a process that runs this package as it is on disk."""
+    global _enabled
+    _enabled = True
+
+
+def hits() -> int:
+    """Programs that JAX took from its disk cache in this thread."""
+    return getattr(_hits, "count", 0)
+
+
+def _listen(event: str, **_: object) -> None:
+    if event == HIT_EVENT:
+        _hits.count = hits() + 1
+
+
+jax.monitoring.register_event_listener(_listen)
+
+
 class StoredExecutable:
     """The place on disk of one program's executable, for JAX's first device.
 
     There is none (``load`` gives None, ``store`` does nothing) unless
-    :func:`~oxidize_jax.compile_cache.enable_compile_cache` has switched on the cache.
+    :func:`enable_executables` and :func:`~oxidize_jax.compile_cache.enable_compile_cache` have
+    been called.
 
     Args:
       name: of the program.
@@ -78,7 +106,11 @@ class StoredExecutable:
         return loaded
 
     def store(self, compiled: jax.stages.Compiled) -> None:
-        """Keep ``compiled``, which must not have run. What cannot be kept is compiled again."""
+        """Keep ``compiled``, or do nothing where that cannot be.
+
+        It must come from the compiler and must not have run: what XLA:CPU serialises of an
+        executable that it has read from a cache lacks some of its functions (see :func:`hits`).
+        """
         if self._path is None:
             return
         try:
@@ -89,12 +121,17 @@ class StoredExecutable:
         except Exception:
             return
 
+    def discard(self) -> None:
+        """Forget what is kept: it does not work."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
 
 def _is_cache_on() -> bool:
     """Whether programs are kept in the cache folder, and go to the first device."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     device = getattr(jax.config, "jax_default_device", None)
-    return folder == str(cache_folder() / "xla") and device is None
+    return _enabled and folder == str(cache_folder() / "xla") and device is None
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -5,9 +5,16 @@ from pathlib import Path
 import jax
 import pytest
 
+from oxidize_jax import executables
 from oxidize_jax.checkpoints.builtin import fetch_builtin
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True)
+def no_stored_executables(monkeypatch):
+    """Tests change functions of the package, and some call its command line in this process."""
+    monkeypatch.setattr(executables, "_enabled", False)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Executables on disk: found by what they were compiled for, and by nothing else."""
 
+import concurrent.futures
 import dataclasses
 from functools import partial
 
@@ -18,6 +19,7 @@ ONES = np.ones((3,), np.float32)
 def folder(tmp_path, monkeypatch):
     """A cache that is on, for executables only."""
     monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(executables, "_enabled", True)
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "xla"),
         "jax_enable_compilation_cache": False,
@@ -113,6 +115,9 @@ def test_a_damaged_file_is_as_good_as_none(folder, content):
     stored().store(compiled())
     assert stored().load() is not None
     assert list(folder.iterdir()) == [path]
+    stored().discard()
+    stored().discard()
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):
@@ -139,3 +144,21 @@ def test_without_the_cache_nothing_is_kept(folder):
     stored().store(compiled())
     assert stored().load() is None
     assert not folder.exists()
+
+
+def test_nothing_is_kept_unless_it_is_switched_on(folder, monkeypatch):
+    """A notebook may have changed functions of the package."""
+    monkeypatch.setattr(executables, "_enabled", False)
+    stored().store(compiled())
+    assert not folder.exists()
+    executables.enable_executables()
+    stored().store(compiled())
+    assert stored().load() is not None
+
+
+def test_hits_are_counted_by_thread():
+    before = executables.hits()
+    jax.monitoring.record_event(HIT_EVENT)
+    assert executables.hits() == before + 1
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(executables.hits).result() == 0

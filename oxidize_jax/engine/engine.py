@@ -284,6 +284,7 @@ class Engine:
             self._recorder.restart(self.state.scheduler)
             if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
                 raise
+            programs.distrust_run(self.config, self.model)
             raise EngineStepError(
                 f"a step failed and {lost} running requests were lost ({error}); "
                 "the engine was reset: submit them again."

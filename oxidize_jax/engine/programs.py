@@ -6,6 +6,7 @@ They are module-level, so engines of the same configuration share what is compil
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -78,8 +79,8 @@ def run(
     if adopted is not None and adopted.settings == _settings():
         try:
             return adopted.executable(params, state, limit)
-        except (TypeError, ValueError):
-            del _adopted[config, model]  # compiled for other shapes, types or devices
+        except (TypeError, ValueError):  # compiled for other shapes, types or devices
+            _adopted.pop((config, model), None)
     return traced_run(config, model, params, state, limit)
 
 
@@ -93,6 +94,8 @@ def traced_run(
 
 class _Adopted(NamedTuple):
     executable: jax.stages.Compiled
+    discard: Callable[[], None]
+    """To be called if it fails."""
     settings: tuple[Any, ...]
     """Of JAX, when it was adopted."""
 
@@ -110,13 +113,25 @@ _SETTINGS = (
 """What a context manager can change, and an executable not follow."""
 
 
-def adopt_run(config: EngineConfig, model: Model, executable: jax.stages.Compiled) -> None:
+def adopt_run(
+    config: EngineConfig,
+    model: Model,
+    executable: jax.stages.Compiled,
+    discard: Callable[[], None],
+) -> None:
     """Let :func:`run` call ``executable``, of an earlier process, and neither trace nor compile.
 
     It is what :func:`traced_run` compiles to with the same ``config`` and ``model``. Arguments
-    that it was not compiled for are traced as ever.
+    that it was not compiled for are traced as ever. ``discard`` is called if it fails.
     """
-    _adopted[config, model] = _Adopted(executable, _settings())
+    _adopted[config, model] = _Adopted(executable, discard, _settings())
+
+
+def distrust_run(config: EngineConfig, model: Model) -> None:
+    """A run has failed: if its executable came from an earlier process, use it no more."""
+    adopted = _adopted.pop((config, model), None)
+    if adopted is not None:
+        adopted.discard()
 
 
 def _settings() -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.step import Model, Params, init_state
 from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
-from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable
+from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable, hits
 
 _THREADS = 2
 
@@ -142,8 +142,10 @@ def _prepare_run(
         return programs.traced_run.lower(config, model, params, state, limit).compile()
     stored = StoredExecutable("run", (config, model), (params, state, limit), state)
     if (loaded := stored.load()) is not None:
-        programs.adopt_run(config, model, loaded)
+        programs.adopt_run(config, model, loaded, stored.discard)
         return loaded
+    before = hits()
     compiled = programs.traced_run.lower(config, model, params, state, limit).compile()
-    stored.store(compiled)
+    if hits() == before:
+        stored.store(compiled)
     return compiled

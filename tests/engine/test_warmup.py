@@ -9,8 +9,9 @@ import pytest
 from fake_model import VOCAB, FakeModel, quick_jit, solo
 from host_engine import CONFIG, request, run, tokens
 
+from oxidize_jax import executables
 from oxidize_jax.engine import programs
-from oxidize_jax.engine.engine import Engine
+from oxidize_jax.engine.engine import Engine, EngineStepError
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.step import init_state, run_steps
 from oxidize_jax.engine.warmup import CompileCounter, WarmUp
@@ -140,6 +141,7 @@ def no_adopted(monkeypatch):
 def cache(tmp_path, monkeypatch):
     """The cache folder, switched on for executables only."""
     monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(executables, "_enabled", True)
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -181,7 +183,7 @@ def test_an_executable_is_called_for_what_it_was_compiled_for_alone(no_adopted):
         raise AssertionError("called")
 
     model, limit = FakeModel(), np.int32(1)
-    programs.adopt_run(OWN, model, fail)
+    programs.adopt_run(OWN, model, fail, discard=fail)
     with jax.default_matmul_precision("float32"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "traced_run", lambda *_: "traced")
         assert programs.run(OWN, model, None, None, limit) == "traced"
@@ -195,10 +197,39 @@ def test_arguments_that_an_executable_refuses_are_traced(no_adopted, monkeypatch
     def refuse(*_):
         raise error
 
-    programs.adopt_run(OWN, FakeModel(), refuse)
+    programs.adopt_run(OWN, FakeModel(), refuse, discard=lambda: None)
     monkeypatch.setattr(programs, "traced_run", lambda *_: "traced")
     assert programs.run(OWN, FakeModel(), None, None, np.int32(1)) == "traced"
     assert no_adopted == {}
+
+
+def test_an_executable_that_fails_is_used_once(engine, no_adopted):
+    def broken(*_):
+        raise RuntimeError("Function iota_compare_fusion.1 not found")
+
+    discarded = []
+    programs.adopt_run(OWN, FakeModel(), broken, discard=lambda: discarded.append(1))
+    engine.add(request([1, 2], 5))
+    with pytest.raises(EngineStepError, match="submit them again"):
+        engine.step()
+    assert discarded == [1]
+    assert no_adopted == {}
+    again = engine.add(request([1, 2], 5))
+    assert tokens(run(engine)[again]) == solo([1, 2], 5)[2:]
+
+
+def test_what_jax_took_from_its_own_cache_is_not_stored(cache, no_adopted, monkeypatch):
+    """XLA:CPU would write it without some of its functions."""
+    monkeypatch.setattr(FakeModel, "__module__", "oxidize_jax.model.fake")
+
+    class Taken:
+        def lower(self, *_):
+            jax.monitoring.record_event(executables.HIT_EVENT)
+            return quick_jit(lambda x: x).lower(1)
+
+    monkeypatch.setattr(programs, "traced_run", Taken())
+    warm_up()
+    assert not cache.exists()
 
 
 def test_every_array_of_the_state_is_its_own(engine):
