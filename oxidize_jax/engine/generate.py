@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oxidize_jax.config import EngineConfig
+from oxidize_jax.config import POLICIES, EngineConfig
 from oxidize_jax.engine.inputs import (
     PENALTIES,
     Prompts,
@@ -45,6 +45,19 @@ REFUSED = 5
 """Finish reason, beside the scheduler's, of a prompt that can never run; see :func:`generate`."""
 
 _INT32_MAX = 2**31 - 1
+_LOWEST = {
+    "max_new_tokens": 1,
+    "num_return_sequences": 1,
+    "num_logprobs": 0,
+    "pad_token_id": -_INT32_MAX,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 1,
+    "num_blocks": 1,
+    "block_size": 1,
+    "prefill_tile": 1,
+}
+"""Fields of :class:`GenerateConfig` that are whole numbers, and the least that each may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +93,28 @@ class GenerateConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        lowest = {
-            "max_new_tokens": 1,
-            "num_return_sequences": 1,
-            "num_logprobs": 0,
-            "pad_token_id": -_INT32_MAX,
-        }
-        for name, low in lowest.items():
+        if not hasattr(self.model, "forward"):
+            raise ValueError(
+                f"model={_short(self.model)}: must be a model, such as the decoder that "
+                f"oxidize_jax.model.functional.build returns."
+            )
+        for name, low in _LOWEST.items():
             value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_blocks"):
+                continue
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or not low <= value <= _INT32_MAX:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least {low}.")
+                raise ValueError(
+                    f"{name}={_short(value)}: must be a whole number, {low} to {_INT32_MAX}."
+                )
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
+            raise ValueError(f"policy={_short(self.policy)}: must be one of {', '.join(POLICIES)}.")
+        longest = _longest(self.model)
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len={self.max_model_len}: this model was made for {longest} tokens; "
+                f"lower it."
+            )
 
     def engine_config(
         self,
@@ -105,9 +129,7 @@ class GenerateConfig:
         seqs = min(self.max_num_seqs, slots)
         length = self.max_model_len
         if length is None:
-            length = prompt_width + self.max_new_tokens
-            if isinstance(self.model, Decoder):
-                length = min(length, self.model.config.max_position_embeddings)
+            length = min(prompt_width + self.max_new_tokens, _longest(self.model))
         config = EngineConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=min(self.max_num_batched_tokens, slots * length),
@@ -160,6 +182,16 @@ class Generated:
         """bool[N, n, W]: where there is a token."""
         place = jnp.arange(self.tokens.shape[-1], dtype=jnp.int32)
         return place < self.lengths[..., None]
+
+
+def _longest(model: Model) -> int:
+    """Positions that ``model`` was made for."""
+    return model.config.max_position_embeddings if isinstance(model, Decoder) else _INT32_MAX
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def generate(

@@ -384,7 +384,15 @@ def test_parameters_of_another_model_are_refused(decoder, own):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: must be a whole number of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be a whole number, 1 to 2147483647"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens=2147483648: must be a whole number, 1 to"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs=2.5: must be a whole number"),
+        ({"max_num_seqs": "4"}, "max_num_seqs='4': must be a whole number"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens=None: must be a whole"),
+        ({"max_model_len": 0}, "max_model_len=0: must be a whole number, 1 to"),
+        ({"num_blocks": -1}, "num_blocks=-1: must be a whole number, 1 to"),
+        ({"policy": [1]}, r"policy=\[1\]: must be one of prefill_first, decode_first"),
+        ({"model": None}, "model=None: must be a model, such as the decoder"),
         ({"num_return_sequences": True}, "num_return_sequences=True"),
         ({"num_logprobs": -1}, "num_logprobs=-1"),
         ({"pad_token_id": 1.5}, "pad_token_id=1.5"),
@@ -392,7 +400,14 @@ def test_parameters_of_another_model_are_refused(decoder, own):
 )
 def test_sizes_that_cannot_be_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        GenerateConfig(FakeModel(), **({"max_new_tokens": 4} | sizes))
+        GenerateConfig(**({"model": FakeModel(), "max_new_tokens": 4} | sizes))
+
+
+def test_a_length_that_the_model_was_not_made_for_is_refused(decoder):
+    longest = MODEL.max_position_embeddings
+    GenerateConfig(decoder[0], 4, max_model_len=longest)
+    with pytest.raises(ValueError, match=f"max_model_len={longest + 1}: this model was made for"):
+        GenerateConfig(decoder[0], 4, max_model_len=longest + 1)
 
 
 def test_sizes_follow_from_the_prompts(decoder):
