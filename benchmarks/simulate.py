@@ -299,12 +299,8 @@ def _new_request(
         arrival=np.int32(arrival),
         priority=np.int32(0),
         stop_ids=np.full((config.max_stop_token_ids,), NO_TOKEN, np.int32),
-        temperature=np.float32(0),
-        top_k=np.int32(0),
-        top_p=np.float32(1),
-        key=np.zeros((2,), np.uint32),
         salt=np.int32(0),
         use_cache=np.bool_(True),
         fork_of=np.int32(parent),
-        want_logprobs=np.bool_(False),
+        **submission.plain_sampling(config),
     )

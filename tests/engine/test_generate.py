@@ -62,9 +62,9 @@ def run_tight(program, prompts, guard="allow", **sampling):
         name: jnp.broadcast_to(jnp.array((defaults | sampling)[name], jnp.int32), shape)
         for name, shape in shapes.items()
     }
-    given = Sampling(
-        KEY, temperature=jnp.float32(0), top_k=jnp.int32(0), top_p=jnp.float32(1), **arrays
-    )
+    given = Sampling(KEY, temperature=0, **arrays)
+    # Python's own numbers would have to be brought to the device by the call.
+    given = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, int | float) else x, given)
     with jax.transfer_guard(guard):
         return jax.block_until_ready(program(prompts, given))
 
