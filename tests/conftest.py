@@ -12,9 +12,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture(autouse=True)
-def no_stored_executables(monkeypatch):
-    """Tests change functions of the package, and some call its command line in this process."""
-    monkeypatch.setattr(executables, "_enabled", False)
+def no_stored_executables():
+    """Tests change functions of the package, and some call its command line in this process.
+
+    Without ``monkeypatch``, which would then undo a test's patches after its other fixtures.
+    """
+    yield
+    executables._enabled = False
 
 
 @pytest.fixture(scope="session")
