@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from oxidize_jax import executables
 from oxidize_jax.executables import COMPILE_EVENT, HIT_EVENT, StoredExecutable
@@ -27,9 +28,11 @@ def folder(tmp_path, monkeypatch):
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
+    reset_cache()  # JAX looks at these settings once
     yield tmp_path / "executables"
     for name, value in before.items():
         jax.config.update(name, value)
+    reset_cache()
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fake_model import VOCAB, FakeModel, quick_jit, solo
 from host_engine import CONFIG, request, run, tokens
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from oxidize_jax import executables
 from oxidize_jax.engine import programs
@@ -145,9 +146,11 @@ def cache(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX looks at these settings once
     yield tmp_path / "executables"
     jax.config.update("jax_compilation_cache_dir", before[0])
     jax.config.update("jax_enable_compilation_cache", before[1])
+    reset_cache()
 
 
 def warm_up():
