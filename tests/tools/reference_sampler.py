@@ -7,6 +7,7 @@ it knows nothing of thresholds. Options are keyword arguments, off by default.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,31 +78,20 @@ def probabilities(
     return p
 
 
-def near_an_edge(
-    x: np.ndarray,
-    *,
-    temperature: float = 1.0,
-    min_p: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    typical_p: float = 1.0,
-    margin: float = 1e-4,
-) -> bool:
+EDGED = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
+"""Parameters of :func:`probabilities` that can lie close to where another token is kept."""
+
+
+def near_an_edge(x: np.ndarray, margin: float = 1e-4, **options: Any) -> bool:
     """Whether a slightly different parameter keeps other tokens: float32 may then, too."""
-    options = {
-        "temperature": temperature,
-        "min_p": min_p,
-        "top_k": top_k,
-        "top_p": top_p,
-        "typical_p": typical_p,
-    }
-    kept = probabilities(x, **options) > 0  # type: ignore[arg-type]
-    for name in ("temperature", "min_p", "top_p", "typical_p"):
+    options = EDGED | options
+    kept = probabilities(x, **options) > 0
+    for name in EDGED:
         for factor in (1 - margin, 1 + margin):
             moved = options | {name: options[name] * factor}
             if moved["min_p"] > 1:
                 continue
-            if ((probabilities(x, **moved) > 0) != kept).any():  # type: ignore[arg-type]
+            if ((probabilities(x, **moved) > 0) != kept).any():
                 return True
     return False
 
