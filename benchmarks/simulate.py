@@ -18,6 +18,7 @@ import numpy as np
 
 from oxidize_jax.batch.build import sampling_rows
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.fields import plain_sampling
 from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler import submit as submission
 from oxidize_jax.scheduler.commit import commit
@@ -302,5 +303,5 @@ def _new_request(
         salt=np.int32(0),
         use_cache=np.bool_(True),
         fork_of=np.int32(parent),
-        **submission.plain_sampling(config),
+        **plain_sampling(config),
     )

@@ -19,11 +19,12 @@ from jax import lax
 
 from oxidize_jax.batch.build import sampling_rows
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.fields import plain_sampling
 from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler.commit import commit
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import NO_TOKEN, WAITING, SchedulerState, init_scheduler
-from oxidize_jax.scheduler.submit import NewRequest, plain_sampling, submit
+from oxidize_jax.scheduler.submit import NewRequest, submit
 
 PROMPT = (32, 64)
 """Least and most tokens of a prompt."""

@@ -13,14 +13,12 @@ from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PE
 from oxidize_jax.scheduler.submit import check_prompt, check_token_ids
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineRequest:
-    """One sequence to generate, in token ids."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What may be wished of a request, on the host; requests and their traces have it."""
 
-    prompt_token_ids: tuple[int, ...]
-    max_new_tokens: int
     min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -37,13 +35,26 @@ class EngineRequest:
     banned_token_ids: tuple[int, ...] = ()
     key: tuple[int, int] = (0, 0)
     """Threefry key data, two 32-bit words."""
-    num_logprobs: int | None = None
-    """Alternatives per token to return, at most ``max_logprobs``."""
-    priority: int = 0
     salt: int = 0
     """Only requests of one salt share blocks."""
     use_cache: bool = True
     """Read the prefix cache, and leave blocks in it."""
+
+    def options(self, **changes: Any) -> dict[str, Any]:
+        """The fields of this class, some of them changed."""
+        names = (field.name for field in dataclasses.fields(RequestOptions))
+        return {name: getattr(self, name) for name in names} | changes
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRequest(RequestOptions):
+    """One sequence to generate, in token ids."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    """Alternatives per token to return, at most ``max_logprobs``."""
 
 
 def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
@@ -130,7 +141,7 @@ def _check_mask(config: EngineConfig, vocab_size: int, request: EngineRequest) -
         )
 
 
-def check_keys(keys: Sequence[tuple[int, int]]) -> None:
+def check_keys(keys: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless there is a key, and each is two words of 32 bits."""
     if not len(keys):
         raise ValueError("keys is empty: give one key for each sequence.")

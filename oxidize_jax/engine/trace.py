@@ -15,14 +15,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.request import RequestOptions
+from oxidize_jax.sampling.fields import plain_sampling
 from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
 from oxidize_jax.scheduler import fork as forks
 from oxidize_jax.scheduler.state import NO_TOKEN
-from oxidize_jax.scheduler.submit import NewRequest, plain_sampling
+from oxidize_jax.scheduler.submit import NewRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class Submit:
+class Submit(RequestOptions):
     """A request is put into a slot. Fields as in :class:`~oxidize_jax.scheduler.submit.NewRequest`.
 
     ``output`` is what it generates in a replay without a model, as far as no outcome says so.
@@ -31,25 +33,8 @@ class Submit:
     slot: int
     prompt: tuple[int, ...]
     max_new_tokens: int
-    min_new_tokens: int = 0
     arrival: int = 0
-    priority: int = 0
     stop_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    banned_token_ids: tuple[int, ...] = ()
-    key: tuple[int, ...] = (0, 0)
-    salt: int = 0
-    use_cache: bool = True
     fork_of: int | None = None
     want_logprobs: bool = False
     output: tuple[int, ...] = ()

@@ -135,9 +135,9 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _changed_fields(value: Any) -> dict[str, Any]:
-    """The fields of an event that are not at their defaults."""
+    """The fields of an event that are not at their defaults, what it must have first."""
     changed = {}
-    for field in dataclasses.fields(value):
+    for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only):
         item = getattr(value, field.name)
         empty = field.default_factory is not dataclasses.MISSING and not item
         if not empty and item != field.default:

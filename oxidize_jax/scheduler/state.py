@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.sampling.edits import NO_TOKEN as NO_TOKEN
+from oxidize_jax.sampling.fields import SamplingFields, plain_sampling
 from oxidize_jax.types import replace, state
 
 UNUSED, WAITING, RUNNING, FINISHED = range(4)
@@ -31,7 +32,7 @@ NUM_STATS = 14
 
 
 @state
-class Requests:
+class Requests(SamplingFields):
     """R request slots. Tokens, logprobs and limits count prompt and output together."""
 
     status: jax.Array
@@ -62,39 +63,8 @@ class Requests:
     """i32[R, N, A]: the A = max_logprobs likeliest tokens, where asked for."""
     top_logprobs: jax.Array
     """f32[R, N, A]"""
-    want_logprobs: jax.Array
-    """bool[R]: fill ``top_ids`` and ``top_logprobs``."""
     stop_ids: jax.Array
     """i32[R, Z], padded with ``NO_TOKEN``."""
-    temperature: jax.Array
-    """f32[R]"""
-    top_k: jax.Array
-    """i32[R]"""
-    top_p: jax.Array
-    """f32[R]"""
-    min_p: jax.Array
-    """f32[R]"""
-    typical_p: jax.Array
-    """f32[R]"""
-    repetition_penalty: jax.Array
-    """f32[R]"""
-    presence_penalty: jax.Array
-    """f32[R]"""
-    frequency_penalty: jax.Array
-    """f32[R]"""
-    bias_ids: jax.Array
-    """i32[R, E], E = max_logit_bias, those used first; padded with ``NO_TOKEN``."""
-    bias_values: jax.Array
-    """f32[R, E]"""
-    bad_words: jax.Array
-    """i32[R, W, L]: the W = max_bad_words sequences that the output must not contain, of at
-    most L = max_bad_word_tokens, backwards; padded with ``NO_TOKEN``."""
-    token_mask: jax.Array
-    """u32[R, ceil(token_mask_size / 32)]: ids that may be sampled, where ``has_mask``."""
-    has_mask: jax.Array
-    """bool[R]"""
-    key: jax.Array
-    """u32[R, 2]: threefry key data; folded with the index of each generated token."""
     salt: jax.Array
     """i32[R] >= 0: requests share blocks only with those of the same salt."""
     use_cache: jax.Array
@@ -215,6 +185,10 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
     def floats(*shape: int, value: float = 0.0) -> jax.Array:
         return jnp.full(shape, value, jnp.float32)
 
+    sampling = {
+        name: jnp.broadcast_to(value, (r, *value.shape))
+        for name, value in plain_sampling(config).items()
+    }
     requests = Requests(
         status=ints(r, value=UNUSED),
         finish_reason=ints(r, value=NOT_FINISHED),
@@ -230,28 +204,14 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
         logprobs=floats(r, n),
         top_ids=ints(r, n, a),
         top_logprobs=floats(r, n, a),
-        want_logprobs=jnp.zeros((r,), jnp.bool_),
         stop_ids=ints(r, z, value=NO_TOKEN),
-        temperature=floats(r),
-        top_k=ints(r),
-        top_p=floats(r, value=1.0),
-        min_p=floats(r),
-        typical_p=floats(r, value=1.0),
-        repetition_penalty=floats(r, value=1.0),
-        presence_penalty=floats(r),
-        frequency_penalty=floats(r),
-        bias_ids=ints(r, config.max_logit_bias, value=NO_TOKEN),
-        bias_values=floats(r, config.max_logit_bias),
-        bad_words=ints(r, config.max_bad_words, config.max_bad_word_tokens, value=NO_TOKEN),
-        token_mask=jnp.zeros((r, config.token_mask_words), jnp.uint32),
-        has_mask=jnp.zeros((r,), jnp.bool_),
-        key=jnp.zeros((r, 2), jnp.uint32),
         salt=ints(r),
         use_cache=jnp.ones((r,), jnp.bool_),
         fork_of=ints(r, value=r),
         fork_len=ints(r),
         num_cached=ints(r),
         num_preemptions=ints(r),
+        **sampling,
     )
     rows = Rows(
         request=ints(s, value=r),

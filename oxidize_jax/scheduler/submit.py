@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from oxidize_jax.arrays import at_index
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.sampling.fields import SAMPLING_FIELDS, SamplingFields
 from oxidize_jax.scheduler.rows import finish
 from oxidize_jax.scheduler.state import (
     ABORTED,
-    NO_TOKEN,
     NOT_FINISHED,
     UNUSED,
     WAITING,
@@ -25,7 +23,7 @@ from oxidize_jax.types import replace, state
 
 
 @state
-class NewRequest:
+class NewRequest(SamplingFields):
     """One request, ready for a slot. Scalars are ``[]`` arrays, so values never recompile.
 
     :func:`submit_all` takes C at once: then every field has a leading axis C.
@@ -45,65 +43,12 @@ class NewRequest:
     """i32[]; the smaller goes first"""
     stop_ids: jax.Array
     """i32[Z], padded with ``NO_TOKEN``"""
-    temperature: jax.Array
-    """f32[]"""
-    top_k: jax.Array
-    """i32[]"""
-    top_p: jax.Array
-    """f32[]"""
-    min_p: jax.Array
-    """f32[]"""
-    typical_p: jax.Array
-    """f32[]"""
-    repetition_penalty: jax.Array
-    """f32[] > 0"""
-    presence_penalty: jax.Array
-    """f32[]"""
-    frequency_penalty: jax.Array
-    """f32[]"""
-    bias_ids: jax.Array
-    """i32[E], distinct, those used first; padded with ``NO_TOKEN``"""
-    bias_values: jax.Array
-    """f32[E]"""
-    bad_words: jax.Array
-    """i32[W, L], each backwards, those used first; padded with ``NO_TOKEN``"""
-    token_mask: jax.Array
-    """u32[ceil(token_mask_size / 32)]"""
-    has_mask: jax.Array
-    """bool[]"""
-    key: jax.Array
-    """u32[2]"""
     salt: jax.Array
     """i32[] >= 0"""
     use_cache: jax.Array
     """bool[]"""
     fork_of: jax.Array
     """i32[]: slot of a request with the same prompt, whose blocks to share; ``R`` for none."""
-    want_logprobs: jax.Array
-    """bool[]"""
-
-
-def plain_sampling(config: EngineConfig) -> dict[str, Any]:
-    """Values, on the host, of the fields of a greedy :class:`NewRequest` without any wish."""
-    return {
-        "temperature": np.zeros((), np.float32),
-        "top_k": np.zeros((), np.int32),
-        "top_p": np.ones((), np.float32),
-        "min_p": np.zeros((), np.float32),
-        "typical_p": np.ones((), np.float32),
-        "repetition_penalty": np.ones((), np.float32),
-        "presence_penalty": np.zeros((), np.float32),
-        "frequency_penalty": np.zeros((), np.float32),
-        "bias_ids": np.full((config.max_logit_bias,), NO_TOKEN, np.int32),
-        "bias_values": np.zeros((config.max_logit_bias,), np.float32),
-        "bad_words": np.full(
-            (config.max_bad_words, config.max_bad_word_tokens), NO_TOKEN, np.int32
-        ),
-        "token_mask": np.zeros((config.token_mask_words,), np.uint32),
-        "has_mask": np.zeros((), np.bool_),
-        "key": np.zeros((2,), np.uint32),
-        "want_logprobs": np.zeros((), np.bool_),
-    }
 
 
 def check_prompt(config: EngineConfig, num_prompt_tokens: int) -> None:
@@ -186,28 +131,14 @@ def _write(
         "min_tokens": new.prompt_len + jnp.minimum(new.min_new_tokens, config.max_model_len),
         "tokens": new.tokens,
         "logprobs": jnp.zeros((*shape, config.max_model_len), jnp.float32),
-        "want_logprobs": new.want_logprobs,
         "stop_ids": new.stop_ids,
-        "temperature": new.temperature,
-        "top_k": new.top_k,
-        "top_p": new.top_p,
-        "min_p": new.min_p,
-        "typical_p": new.typical_p,
-        "repetition_penalty": new.repetition_penalty,
-        "presence_penalty": new.presence_penalty,
-        "frequency_penalty": new.frequency_penalty,
-        "bias_ids": new.bias_ids,
-        "bias_values": new.bias_values,
-        "bad_words": new.bad_words,
-        "token_mask": new.token_mask,
-        "has_mask": new.has_mask,
-        "key": new.key,
         "salt": new.salt,
         "use_cache": new.use_cache,
         "fork_of": new.fork_of,
         "fork_len": new.prompt_len,
         "num_cached": jnp.zeros(shape, jnp.int32),
         "num_preemptions": jnp.zeros(shape, jnp.int32),
+        **{name: getattr(new, name) for name in SAMPLING_FIELDS},
     }
     changed = {
         name: getattr(requests, name).at[slots].set(v, mode="drop") for name, v in values.items()

@@ -484,8 +484,8 @@ def test_the_file_is_small(recorded, trace):
     """No padding, no defaults, no digest that is as before."""
     lines = dumps(EVERYTHING).splitlines()
     assert lines[2] == (
-        '{"submit":{"slot":1,"prompt":[1,2],"max_new_tokens":3,"priority":-4,"fork_of":0,'
-        '"output":[5,6]}}'
+        '{"submit":{"slot":1,"prompt":[1,2],"max_new_tokens":3,"fork_of":0,"output":[5,6],'
+        '"priority":-4}}'
     )
     assert lines[5:7] == [
         '{"run":{"max_steps":1}}',

@@ -24,11 +24,12 @@ from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.blocks import hashing
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, engine_step, init_state
+from oxidize_jax.sampling.fields import plain_sampling
 from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.rows import preempt
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import FINISHED, NO_TOKEN, RUNNING, UNUSED, WAITING, SchedulerState
-from oxidize_jax.scheduler.submit import NewRequest, abort, plain_sampling, submit
+from oxidize_jax.scheduler.submit import NewRequest, abort, submit
 
 VOCAB = 97
 _MASK = 0xFFFFFFFF
