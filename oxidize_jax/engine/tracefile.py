@@ -137,7 +137,7 @@ def _line(record: Mapping[str, Any]) -> str:
 def _changed_fields(value: Any) -> dict[str, Any]:
     """The fields of an event that are not at their defaults, what it must have first."""
     changed = {}
-    for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only):
+    for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only is True):
         item = getattr(value, field.name)
         empty = field.default_factory is not dataclasses.MISSING and not item
         if not empty and item != field.default:
