@@ -33,6 +33,8 @@ HIT_EVENT = "/jax/compilation_cache/cache_hits"
 """What it tells besides of one that it takes from there."""
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_KEPT = 32
+"""Most executables in the folder: each change of a size or of the package makes another."""
 
 
 _enabled = False
@@ -95,6 +97,7 @@ class StoredExecutable:
         begun = time.time()
         try:
             content = zlib.decompress(self._path.read_bytes())
+            self._path.touch()  # the last that goes
             loaded = serialize_executable.deserialize_and_load(
                 content, *self._trees, execution_devices=jax.local_devices()[:1]
             )
@@ -117,6 +120,7 @@ class StoredExecutable:
             content, *trees = serialize_executable.serialize(compiled)
             if tuple(trees) == self._trees:
                 _write(self._path, zlib.compress(content, 1))
+                _drop_oldest(self._path.parent)
         # Not every backend serialises (XLA:CPU no sort that has run), and a disk may be full.
         except Exception:
             return
@@ -145,6 +149,13 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Delete what was not used for longest, but for :data:`_KEPT`."""
+    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    for path in files[:-_KEPT]:
+        path.unlink(missing_ok=True)
 
 
 @cache

@@ -207,7 +207,7 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         max_model_len=max_len,
         block_size=options.block_size,
         num_blocks=1 if options.num_blocks is None else options.num_blocks,
-        max_num_requests=max(64, 2 * options.max_num_seqs),
+        max_num_requests=_request_slots(options.max_num_seqs),
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         max_logprobs=options.max_logprobs,
@@ -221,6 +221,13 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         config = dataclasses.replace(config, num_blocks=fitting)
     _check_memory(options, model, config, reserved)
     return config
+
+
+def _request_slots(max_num_seqs: Any) -> int:
+    """Twice the rows, so that the next requests wait on the device; at least 64."""
+    if not isinstance(max_num_seqs, int):
+        return 64  # refused by its own name
+    return max(64, min(2 * max_num_seqs, 2**31 - 1))
 
 
 def _check_memory(

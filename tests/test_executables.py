@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import os
 from functools import partial
 
 import jax
@@ -61,6 +62,17 @@ def test_what_one_process_stores_another_calls(folder):
     assert pair["a"].is_deleted()  # donated, as to the program itself
     assert loaded.memory_analysis().output_size_in_bytes >= 12
     assert [path.name.partition("-")[0] for path in folder.iterdir()] == ["scaled"]
+
+
+def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
+    monkeypatch.setattr(executables, "_KEPT", 2)
+    for second, factor in enumerate((2, 3)):
+        entry = stored(static=(factor,))
+        entry.store(compiled(factor))
+        os.utime(entry._path, (second, second))
+    assert stored(static=(2,)).load() is not None  # used now
+    stored(static=(4,)).store(compiled(4))
+    assert [stored(static=(n,)).load() is not None for n in (2, 3, 4)] == [True, False, True]
 
 
 def test_a_load_counts_as_a_program_from_the_disk_cache(folder):

@@ -304,6 +304,12 @@ def test_blocks_are_the_same_though_the_free_memory_is_not_quite(accelerator):
     assert engine_config(given, SMOLLM2).num_blocks == 4001
 
 
+def test_far_too_many_rows_are_refused_by_their_own_name():
+    for rows in (2**30, 2**31 - 1, 2**31):
+        with pytest.raises(ValueError, match=f"max_num_seqs={rows}"):
+            engine_config(Options(max_num_seqs=rows, kv_cache_gib=1), TINY)
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_preset_loads_and_sizes_an_engine(path):
     values = load_options(path)

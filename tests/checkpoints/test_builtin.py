@@ -111,6 +111,13 @@ def test_not_in_the_cache_and_not_allowed_to_download(wheels, monkeypatch):
         fetch_builtin("tiny", allow_download=False)
 
 
+def test_a_cache_that_is_no_folder_is_named(wheels, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"OXIDIZE_JAX_CACHE=.*file: .* set OXIDIZE"):
+        fetch_builtin("tiny")
+
+
 def test_unknown_name_lists_the_known(wheels):
     with pytest.raises(CheckpointError, match="'huge': not a built-in model; these are: tiny"):
         fetch_builtin("huge")
