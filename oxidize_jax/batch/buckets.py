@@ -26,7 +26,7 @@ class Bucket:
     tokens: int
     """T"""
     decode_rows: int
-    """Dn: rows that run one token"""
+    """Dn: rows that run one token; 0 in the prompt's steps of an engine with a single row"""
     tiles: int
     """P: prefill tiles; 0 in a decode-only step"""
     samples: int
@@ -43,7 +43,9 @@ def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     mixed = []
     for tokens in _ladder(min(4 * q, max(2 * q, budget)), budget):
         rows = max(_SMALLEST, min(seqs, tokens))
-        mixed.append(Bucket(tokens, rows, 2 * -(-tokens // q), rows))
+        # A row that is alone has a chunk of its prompt, or decodes.
+        decodes = rows if seqs > 1 else 0
+        mixed.append(Bucket(tokens, decodes, 2 * -(-tokens // q), rows))
     return tuple(decode + mixed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,10 +22,14 @@ from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.transformer import (
     APART,
     LAYERS,
+    Inputs,
+    Layer,
+    Multiply,
     Projections,
     angles,
     merge,
     parameter_shapes,
+    product,
     split_modules,
 )
 
@@ -183,42 +188,56 @@ def _layers_stacked(
 def _layers_apart(
     decoder: Decoder, leaves: Leaves, rotation: jax.Array, mix: _Mix, x: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """All layers, each with weights of its own, which XLA reads where they are.
+    """All layers, their matrices arguments by themselves, which XLA reads where they are.
 
-    What has weights is a branch for each layer, from one layer's attention to the next one's.
-    The cache never enters a branch, which would copy it, and attention is compiled once.
+    What multiplies is a branch for each layer, and nothing but that: what stands in a branch is
+    compiled once for every layer. The cache never enters a branch, which would copy it.
     """
-    count = decoder.config.num_layers
-    modules = [merge(decoder.layer, _layer_leaves(leaves, index)) for index in range(count)]
-    weight_first = x.shape[0] <= _WEIGHT_FIRST
+    last = decoder.config.num_layers - 1
+    # Of their matrices only the type is looked at.
+    like = _layer_leaves(leaves, 0)
+    small = {n: leaves[LAYERS + n] for n in like if not is_matrix(n)}
 
-    def branch(index: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Projections]]:
-        following = modules[min(index + 1, count - 1)]
-
-        def run(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
-            x = modules[index].finish(x, mixed, weight_first=weight_first)
-            return x, following.project(x, rotation)
-
-        def run_last(x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, Projections]:
-            nothing = jax.eval_shape(following.project, x, rotation)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nothing)
-            return modules[index].finish(x, mixed, weight_first=weight_first), zeros
-
-        return run if index + 1 < count else run_last
-
-    branches = [branch(index) for index in range(count)]
+    def at(index: jax.Array) -> tuple[Layer, Multiply]:
+        module = merge(decoder.layer, like | {n: leaf[index] for n, leaf in small.items()})
+        return module, partial(_multiply_layer, leaves, module, index)
 
     def layer(
         carry: tuple[jax.Array, Projections, Cache], index: jax.Array
     ) -> tuple[tuple[jax.Array, Projections, Cache], None]:
         x, qkv, cache = carry
         mixed, cache = mix(index, qkv, cache)
-        x, qkv = lax.switch(index, branches, x, mixed)
-        return (x, qkv, cache), None
+        module, multiply = at(index)
+        x = module.finish(x, mixed, multiply)
+        # Behind the last layer what is projected is of no use.
+        following, multiply = at(jnp.minimum(index + 1, last))
+        return (x, following.project(x, rotation, multiply), cache), None
 
-    start = (x, modules[0].project(x, rotation), cache)
-    x, _, cache = lax.scan(layer, start, jnp.arange(count, dtype=jnp.int32))[0]
+    first, multiply = at(jnp.zeros((), jnp.int32))
+    start = (x, first.project(x, rotation, multiply), cache)
+    x, _, cache = lax.scan(layer, start, jnp.arange(last + 1, dtype=jnp.int32))[0]
     return x, cache
+
+
+def _multiply_layer(
+    leaves: Leaves, module: Layer, index: jax.Array, names: tuple[str, ...], inputs: Inputs
+) -> tuple[jax.Array, ...]:
+    """A :data:`Multiply` of layer ``index i32[]``, whose small parameters are in ``module``."""
+    x = inputs[0]
+    # Queries, keys and values would not gain: they are narrow.
+    weight_first = x.shape[0] <= _WEIGHT_FIRST and "q" not in names
+
+    def branch(layer: int) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+        weights = [leaves[f"{APART}{layer}.{name}.weight"] for name in names]
+        return lambda x: tuple(product(w, x, weight_first=weight_first) for w in weights)
+
+    branches = [branch(layer) for layer in range(module.config.num_layers)]
+    products = lax.switch(index, branches, x)
+    if weight_first:
+        products = tuple(y.T for y in products)
+    return tuple(
+        getattr(module, name).completed(y, inputs) for name, y in zip(names, products, strict=True)
+    )
 
 
 def _is_of_trunk(name: str) -> bool:

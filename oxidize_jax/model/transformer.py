@@ -36,6 +36,13 @@ Mix = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """``mix(q, k, v, kv) -> (f32[T, H, D], kv)``: put k and v in the cache, attend from q."""
 
 
+Inputs = tuple[jax.Array, jax.Array | None]
+"""``[T, in]`` in the weights' type; if that is int8, with a scale for each row, ``f32[T]``."""
+
+Multiply = Callable[[tuple[str, ...], Inputs], tuple[jax.Array, ...]]
+"""``multiply(names, inputs) -> f32[T, out] for each``: matrices of a layer, by their names."""
+
+
 def parameter_shapes(config: ModelConfig, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of ``config``, as one flat tree.
 
@@ -123,35 +130,31 @@ class Layer(nnx.Module):
         self, x: jax.Array, kv: Any, rotation: jax.Array, mix: Mix
     ) -> tuple[jax.Array, Any]:
         """``x f32[T, E]`` and the cache, after this layer; ``rotation`` from :func:`angles`."""
-        mixed, kv = mix(*self.project(x, rotation), kv)
-        return self.finish(x, mixed), kv
+        mixed, kv = mix(*self.project(x, rotation, self.multiply), kv)
+        return self.finish(x, mixed, self.multiply), kv
 
-    def project(self, x: jax.Array, rotation: jax.Array) -> Projections:
+    def project(self, x: jax.Array, rotation: jax.Array, multiply: Multiply) -> Projections:
         """Queries ``f32[T, H, D]``, keys and values ``f32[T, G, D]`` of the tokens."""
-        config, tokens = self.config, x.shape[0]
+        heads = (x.shape[0], -1, self.config.head_dim)
         h = self.q.rounded(self.input_norm(x))
-        q = self.q.times(h).reshape(tokens, config.num_heads, config.head_dim)
-        k = self.k.times(h).reshape(tokens, config.num_kv_heads, config.head_dim)
-        v = self.v.times(h).reshape(tokens, config.num_kv_heads, config.head_dim)
+        q, k, v = (y.reshape(heads) for y in multiply(("q", "k", "v"), h))
         return rotate(q, rotation), rotate(k, rotation), v
 
-    def finish(self, x: jax.Array, mixed: jax.Array, *, weight_first: bool = False) -> jax.Array:
-        """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave.
+    def finish(self, x: jax.Array, mixed: jax.Array, multiply: Multiply) -> jax.Array:
+        """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave."""
+        (out,) = multiply(("o",), self.o.rounded(mixed.reshape(x.shape[0], -1)))
+        x = x + out
+        gate, up = multiply(("gate", "up"), self.gate.rounded(self.post_norm(x)))
+        h = jax.nn.silu(gate) * up
+        (out,) = multiply(("down",), self.down.rounded(h))
+        return x + out
 
-        ``weight_first``: see :meth:`Matrix.times`.
-        """
-
-        def product(matrix: Matrix, inputs: Inputs) -> jax.Array:
-            return matrix.times(inputs, weight_first=weight_first)
-
-        x = x + product(self.o, self.o.rounded(mixed.reshape(x.shape[0], -1)))
-        normed = self.gate.rounded(self.post_norm(x))
-        h = jax.nn.silu(product(self.gate, normed)) * product(self.up, normed)
-        return x + product(self.down, self.down.rounded(h))
-
-
-Inputs = tuple[jax.Array, jax.Array | None]
-"""``[T, in]`` in the weights' type; if that is int8, with a scale for each row, ``f32[T]``."""
+    def multiply(self, names: tuple[str, ...], inputs: Inputs) -> tuple[jax.Array, ...]:
+        """A :data:`Multiply` with the weights of this module."""
+        matrices = [getattr(self, name) for name in names]
+        return tuple(
+            matrix.completed(product(matrix.weight[...], inputs[0]), inputs) for matrix in matrices
+        )
 
 
 class Matrix(nnx.Module):
@@ -177,7 +180,8 @@ class Matrix(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``f32[T, in] -> f32[T, out]``"""
-        return self.times(self.rounded(x))
+        inputs = self.rounded(x)
+        return self.completed(product(self.weight[...], inputs[0]), inputs)
 
     def rounded(self, x: jax.Array) -> Inputs:
         """``f32[T, in]`` as this matrix is multiplied with it, and others of its type and width."""
@@ -185,21 +189,9 @@ class Matrix(nnx.Module):
             (x.astype(self.weight[...].dtype), None) if self.scale is None else quantize_inputs(x)
         )
 
-    def times(self, inputs: Inputs, *, weight_first: bool = False) -> jax.Array:
-        """``f32[T, out]`` for what :meth:`rounded` gives.
-
-        ``weight_first`` makes it ``(weight @ x.T).T``, the same numbers. XLA:CPU's library packs
-        the right side of a product anew each time: for a few tokens that is most of the work if
-        it is the weight, and next to nothing if it is ``x``.
-        """
-        (x, row_scale), weight = inputs, self.weight[...]
-        left, right = (weight, x) if weight_first else (x, weight)
-        exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        dtype = jnp.float32 if self.scale is None else jnp.int32
-        y = lax.dot_general(left, right, _BY_ROWS, precision=exact, preferred_element_type=dtype)
-        if weight_first:
-            # Kept apart: XLA would turn the next product's input instead, and that one is slow.
-            y = lax.optimization_barrier(lax.optimization_barrier(y).T)
+    def completed(self, y: jax.Array, inputs: Inputs) -> jax.Array:
+        """``f32[T, out]`` from the :func:`product` of the weight and what :meth:`rounded` gave."""
+        row_scale = inputs[1]
         if row_scale is not None and self.scale is not None:
             y = y.astype(jnp.float32) * row_scale[:, None] * self.scale[...]
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
@@ -215,6 +207,19 @@ class Matrix(nnx.Module):
         if self.scale is None:
             return rows.astype(jnp.float32)
         return dequantize_weight(rows, self.scale[...].at[index].get(mode="clip"))
+
+
+def product(weight: jax.Array, x: jax.Array, *, weight_first: bool = False) -> jax.Array:
+    """``x [T, in] @ (weight [out, in]).T``: ``f32[T, out]``, or ``i32`` if the weight is int8.
+
+    ``weight_first`` gives ``[out, T]`` instead, the same numbers. XLA:CPU's library packs the
+    right side of a product anew each time: for a few tokens that is most of the work if it is
+    the weight, and next to nothing if it is ``x``.
+    """
+    left, right = (weight, x) if weight_first else (x, weight)
+    exact = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    dtype = jnp.int32 if weight.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(left, right, _BY_ROWS, precision=exact, preferred_element_type=dtype)
 
 
 class RMSNorm(nnx.Module):
