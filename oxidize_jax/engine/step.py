@@ -167,8 +167,12 @@ def _execute(
         def run(
             carry: tuple[Any, Room, jax.Array], shape: Bucket = shape
         ) -> tuple[Any, Room, jax.Array]:
-            kv, room, _ = carry
-            batch = build_batch(config, shape, scheduler)
+            kv, room, ran = carry
+            # Tied to what the loop changes, or XLA takes the work on the descriptors of all
+            # shapes out of the loops, and does it in every step.
+            scheduled = jnp.where(ran, 0, scheduler.plan.num_scheduled)
+            plan = replace(scheduler.plan, num_scheduled=scheduled)
+            batch = build_batch(config, shape, replace(scheduler, plan=plan))
             logits, kv = model.forward(params, kv, batch)
             return kv, {**room, shape.samples: (logits, batch.sample_rows)}, jnp.ones((), jnp.bool_)
 
