@@ -68,6 +68,10 @@ class Options:
     max_bad_words: int = 32
     """Most token sequences that the ``bad_words`` of a request may make: two for most words, at
     the start of a text and behind a space."""
+    deterministic: bool = False
+    """A request's tokens and logprobs are the same bits whatever shares its batch; see
+    :class:`~oxidize_jax.config.EngineConfig`. Steps take at most 32 tokens, or ``max_num_seqs``
+    rounded up to a multiple of that, and all cost as much as the largest."""
     seed: int = 0
     """Seeds of requests that name none are drawn from this one."""
     check_invariants: bool = False
@@ -210,6 +214,7 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         max_num_requests=max(64, 2 * options.max_num_seqs),
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
+        deterministic=options.deterministic,
         max_logprobs=options.max_logprobs,
         max_logit_bias=options.max_logit_bias,
         max_bad_words=options.max_bad_words,
