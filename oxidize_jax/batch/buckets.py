@@ -61,11 +61,12 @@ def select_bucket(
     It is ``len(shapes)`` where nothing is scheduled. The last must hold every plan.
     """
     tokens = jnp.sum(num_scheduled, dtype=jnp.int32)
+    if len(shapes) == 1:
+        return (tokens == 0).astype(jnp.int32)
     tiles = jnp.sum(tiles_for(num_scheduled, config.prefill_tile), dtype=jnp.int32)
     room = jnp.array([b.tokens for b in shapes], jnp.int32)
     room_tiles = jnp.array([b.tiles for b in shapes], jnp.int32)
     fits = (tokens <= room) & (tiles <= room_tiles)
-    fits = fits.at[-1].set(True)
     return jnp.where(tokens > 0, jnp.argmax(fits).astype(jnp.int32), len(shapes))
 
 
