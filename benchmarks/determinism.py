@@ -2,9 +2,11 @@
 
     python benchmarks/determinism.py products
     python benchmarks/determinism.py requests --dtype bfloat16 [--deterministic]
+    python benchmarks/determinism.py cost --dtype bfloat16
 
 ``products``: is a row of a matrix product the same in any place, and for any number of rows?
 ``requests``: one request alone and in any company; where do its log probabilities differ?
+``cost``: seconds with and without it, by turns in one process.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ ROWS = (2, 8, 16, 32, 48, 64, 128, 512)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("products", "requests"))
+    parser.add_argument("what", choices=("products", "requests", "cost"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--deterministic", action="store_true")
     args = parser.parse_args()
     if args.what == "products":
         products()
-    else:
+    elif args.what == "requests":
         requests(args.dtype, args.deterministic)
+    else:
+        cost(args.dtype)
 
 
 def products() -> None:
@@ -95,23 +99,10 @@ def _product(x: jax.Array, weight: jax.Array, weight_first: bool) -> jax.Array:
 
 def requests(dtype: str, deterministic: bool) -> None:
     """A request at temperature 1 in several companies, pools and budgets."""
-    llm = LLM(
-        dtype=dtype,
-        deterministic=deterministic,
-        max_model_len=256,
-        max_num_seqs=16,
-        num_blocks=256,
-        max_logprobs=3,
-        progress=False,
-    )
+    llm = _llm(dtype, deterministic)
     rng = random.Random(1)
-
-    def request(length: int, tokens: int, key: int) -> EngineRequest:
-        prompt = tuple(rng.randrange(100, 40000) for _ in range(length))
-        return EngineRequest(prompt, tokens, temperature=1.0, key=(0, key), num_logprobs=3)
-
-    one = request(75, 24, 7)
-    others = [request(rng.randrange(1, 150), rng.randrange(1, 40), i) for i in range(32)]
+    one = _request(rng, 75, 24, 7)
+    others = [_request(rng, rng.randrange(1, 90), rng.randrange(1, 24), i) for i in range(32)]
     expected = run(llm.engine, [one])[0]
     config = llm.config
     for name, company, changes in (
@@ -128,7 +119,51 @@ def requests(dtype: str, deterministic: bool) -> None:
         got = run(engine, company)[company.index(one)]
         seconds = time.perf_counter() - start
         preemptions = int(engine.state.scheduler.totals.preemptions)
-        print(f"{name:31} {compare(expected, got)} ({preemptions} preemptions, {seconds:.1f} s)")
+        words = f"{compare(expected, got)} ({preemptions} preemptions, {seconds:.1f} s)"
+        print(f"{name:31} {words}", flush=True)
+
+
+def _llm(dtype: str, deterministic: bool) -> LLM:
+    return LLM(
+        dtype=dtype,
+        deterministic=deterministic,
+        max_model_len=256,
+        max_num_seqs=16,
+        num_blocks=256,
+        max_logprobs=3,
+        progress=False,
+    )
+
+
+def _request(rng: random.Random, length: int, tokens: int, key: int) -> EngineRequest:
+    prompt = tuple(rng.randrange(100, 40000) for _ in range(length))
+    return EngineRequest(prompt, tokens, temperature=1.0, key=(0, key), num_logprobs=3)
+
+
+def cost(dtype: str, turns: int = 5) -> None:
+    """Medians of loads of one sequence, of 16 that decode, and of long prompts."""
+    engines = {on: _llm(dtype, on).engine for on in (False, True)}
+    rng = random.Random(2)
+    loads = {
+        "1 sequence, 1 + 48 tokens": [_request(rng, 1, 48, 0)],
+        "16 sequences, 1 + 48 tokens": [_request(rng, 1, 48, i) for i in range(16)],
+        "16 sequences, 128 + 1 tokens": [_request(rng, 128, 1, i) for i in range(16)],
+    }
+    for name, load in loads.items():
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(2 * turns + 2):
+            on = turn % 2 == 1
+            engines[on].reset_prefix_cache()
+            start = time.perf_counter()
+            run(engines[on], load)
+            seconds[on] += [time.perf_counter() - start] if turn > 1 else []
+        off, on_ = (float(np.median(seconds[on])) for on in (False, True))
+        ratios = [b / a for a, b in zip(seconds[False], seconds[True], strict=True)]
+        print(
+            f"{dtype:9}{name:30} off {off:.3f} s, on {on_:.3f} s; "
+            f"on / off {float(np.median(ratios)):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
 
 
 def run(engine: Engine, company: list[EngineRequest]) -> list[tuple[tuple, tuple]]:

@@ -257,8 +257,8 @@ def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """What the largest step needs at least: one layer's float32 activations, and the logits."""
     heads = model.num_heads + 2 * model.num_kv_heads
     token = 2 * model.hidden_size + 2 * model.intermediate_size + heads * model.head_dim
-    samples = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return 4 * (config.max_num_batched_tokens * token + samples * model.vocab_size)
+    samples = min(config.max_num_seqs, config.step_tokens)
+    return 4 * (config.step_tokens * token + samples * model.vocab_size)
 
 
 def _fitting_blocks(
