@@ -140,7 +140,7 @@ def _request(rng: random.Random, length: int, tokens: int, key: int) -> EngineRe
     return EngineRequest(prompt, tokens, temperature=1.0, key=(0, key), num_logprobs=3)
 
 
-def cost(dtype: str, turns: int = 5) -> None:
+def cost(dtype: str, turns: int = 3) -> None:
     """Medians of loads of one sequence, of 16 that decode, and of long prompts."""
     engines = {on: _llm(dtype, on).engine for on in (False, True)}
     rng = random.Random(2)

