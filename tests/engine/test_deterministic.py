@@ -25,16 +25,16 @@ MODEL = ModelConfig(
     vocab_size=97,
     hidden_size=64,
     intermediate_size=160,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
 )
 """Wide enough that products of unlike shapes round otherwise."""
-ROOMY = EngineConfig(
+CONFIG = EngineConfig(
     max_num_seqs=8,
     max_model_len=64,
-    num_blocks=128,
+    num_blocks=40,
     block_size=4,
     max_num_requests=48,
     max_logprobs=2,
@@ -45,10 +45,7 @@ ROOMY = EngineConfig(
     token_mask_size=97,
     deterministic=True,
 )
-TIGHT = dataclasses.replace(
-    ROOMY, num_blocks=20, max_num_batched_tokens=11, policy="decode_first", max_num_requests=40
-)
-"""Blocks for one sequence and a little, and chunks of other lengths."""
+"""A pool for three or four sequences, so that those that come later are preempted."""
 ONE = EngineRequest(tuple(range(3, 40)), 12, temperature=1.0, key=(0, 7), num_logprobs=2)
 
 
@@ -58,22 +55,17 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def roomy(decoder):
-    return Engine(ROOMY, *decoder)
+def engine(decoder):
+    return Engine(CONFIG, *decoder)
 
 
 @pytest.fixture(scope="module")
-def tight(decoder):
-    return Engine(TIGHT, *decoder)
-
-
-@pytest.fixture(scope="module")
-def alone(roomy):
+def alone(engine):
     """``alone(request)``: its bits with the engine to itself and nothing cached."""
 
     def run(request):
-        roomy.reset_prefix_cache()
-        return bits(roomy, [request])[0]
+        engine.reset_prefix_cache()
+        return bits(engine, [request])[0]
 
     return run
 
@@ -99,69 +91,69 @@ def varied(count, seed=0):
 
 
 def test_there_is_one_shape_and_the_budget_does_not_change_it():
-    (shape,) = buckets(ROOMY)
-    assert buckets(TIGHT) == (shape,)
+    (shape,) = buckets(CONFIG)
+    small = dataclasses.replace(CONFIG, num_blocks=20, max_num_batched_tokens=11)
+    assert buckets(small) == (shape,)
     assert (shape.tokens, shape.decode_rows, shape.tiles, shape.samples) == (32, 32, 0, 8)
-    assert (ROOMY.token_budget, TIGHT.token_budget) == (32, 11)
-    (wide,) = buckets(dataclasses.replace(ROOMY, max_num_seqs=33))
+    assert (CONFIG.token_budget, small.token_budget) == (32, 11)
+    (wide,) = buckets(dataclasses.replace(CONFIG, max_num_seqs=33))
     assert (wide.tokens, wide.samples) == (64, 33)
-    assert buckets(dataclasses.replace(ROOMY, max_num_seqs=1))[0].samples == 2
-    assert dataclasses.replace(ROOMY, deterministic=False).token_budget == 512
+    assert buckets(dataclasses.replace(CONFIG, max_num_seqs=1))[0].samples == 2
+    assert dataclasses.replace(CONFIG, deterministic=False).token_budget == 512
     with pytest.raises(ValueError, match="deterministic=1: must be true or false"):
-        dataclasses.replace(ROOMY, deterministic=1)
+        dataclasses.replace(CONFIG, deterministic=1)
 
 
-def test_sm01_alone_and_among_32_neighbours_in_any_order(roomy, alone):
+def test_sm01_alone_and_among_32_neighbours_in_any_order(engine, alone):
     expected = alone(ONE)
     others = varied(32)
-    roomy.reset_prefix_cache()
+    engine.reset_prefix_cache()
     for place in (0, 17, 32):
         company = [*others[:place], ONE, *others[place:]]
-        assert bits(roomy, company)[place] == expected
-    assert bits(roomy, [ONE, *others[::-1]], max_steps=1)[0] == expected
+        assert bits(engine, company)[place] == expected
+    assert bits(engine, [ONE, *others[::-1]], max_steps=1)[0] == expected
 
 
-def test_preempted_and_computed_anew_in_other_chunks(tight, alone):
-    """In a pool for one and a half, each is preempted by those before it."""
-    company = [
-        dataclasses.replace(ONE, prompt_token_ids=ONE.prompt_token_ids[i:]) for i in range(5)
-    ]
-    before = preemptions(tight)
-    for first in (company, company[::-1]):
-        for salt in (1, 2):  # no blocks of the last time
-            run = [dataclasses.replace(request, salt=salt + len(first)) for request in first]
-            assert bits(tight, run) == [alone(request) for request in first]
-    assert preemptions(tight) >= before + 8
+def test_preempted_and_computed_anew_in_other_chunks(engine, alone):
+    """Each of the later ones is preempted, some more than once."""
+    tokens = ONE.prompt_token_ids
+    company = [dataclasses.replace(ONE, prompt_token_ids=tokens[i:]) for i in range(7)]
+    for use_cache in (True, False):  # with its blocks found again, and all of it computed again
+        run = [dataclasses.replace(request, use_cache=use_cache) for request in company]
+        for turn in (run, run[::-1]):
+            before = preemptions(engine)
+            got = bits(engine, turn)
+            assert preemptions(engine) > before
+            assert got == [alone(request) for request in turn]
 
 
-def test_a_prefix_hit_of_any_length_gives_what_computing_it_gives(roomy, alone):
+def test_a_prefix_hit_of_any_length_gives_what_computing_it_gives(engine, alone):
     """The blocks were filled as prompt or as output, by chunks or one by one."""
     expected = alone(ONE)
     tokens = ONE.prompt_token_ids + expected[0]
     # What the first makes as output the second has in its prompt.
     longer = dataclasses.replace(ONE, prompt_token_ids=tokens[:45], max_new_tokens=8)
     computed = alone(longer)
-    roomy.reset_prefix_cache()
-    assert bits(roomy, [ONE])[0] == expected
-    ids = [roomy.add(longer)]
-    assert bits_of(roomy, ids) == [computed]
-    assert bits(roomy, [dataclasses.replace(longer, use_cache=False)]) == [computed]
+    engine.reset_prefix_cache()
+    assert bits(engine, [ONE])[0] == expected
+    ids = [engine.add(longer)]
+    assert bits_of(engine, ids) == [computed]
+    assert bits(engine, [dataclasses.replace(longer, use_cache=False)]) == [computed]
     for length in (4, 5, 20, 36, 37):
         short = dataclasses.replace(ONE, prompt_token_ids=tokens[:length])
         want = alone(short)
-        bits(roomy, [ONE])
-        hits = int(roomy.state.scheduler.totals.cached_tokens)
-        assert bits(roomy, [short]) == [want]
-        assert int(roomy.state.scheduler.totals.cached_tokens) - hits == min(
+        bits(engine, [ONE])
+        hits = int(engine.state.scheduler.totals.cached_tokens)
+        assert bits(engine, [short]) == [want]
+        assert int(engine.state.scheduler.totals.cached_tokens) - hits == min(
             length // 4 * 4, length - 1
         )
 
 
-def test_completions_of_one_prompt_are_those_of_their_keys(tight, alone):
+def test_completions_of_one_prompt_are_those_of_their_keys(engine, alone):
     keys = [tuple(child_key(7, child).tolist()) for child in range(5)]
-    ids = tight.add_group(ONE, keys)
     want = [alone(dataclasses.replace(ONE, key=key)) for key in keys]
-    assert bits_of(tight, ids) == want
+    assert bits_of(engine, engine.add_group(ONE, keys)) == want
 
 
 @st.composite
@@ -194,22 +186,20 @@ def requests(draw):
     before=st.lists(requests(), max_size=8),
     after=st.lists(requests(), max_size=8),
     one=requests(),
-    pool=st.sampled_from(["roomy", "tight"]),
     steps=st.sampled_from([1, 3, 16]),
 )
-def test_any_neighbours(roomy, tight, alone, before, after, one, pool, steps):
+def test_any_neighbours(engine, alone, before, after, one, steps):
     expected = alone(one)
-    engine = {"roomy": roomy, "tight": tight}[pool]
     got = bits(engine, [*before, one, *after], max_steps=steps)
     assert got[len(before)] == expected
 
 
-def test_the_program_does_not_copy_the_cache(decoder, roomy):
+def test_the_program_does_not_copy_the_cache(decoder, engine):
     """The program that the tests above ran, so that nothing is compiled."""
     model, params = decoder
-    state = jax.eval_shape(lambda: init_state(ROOMY, model))
+    state = jax.eval_shape(lambda: init_state(CONFIG, model))
     limit = jax.ShapeDtypeStruct((), jnp.int32)
-    text = programs.traced_run.lower(ROOMY, model, params, state, limit).compile().as_text()
+    text = programs.traced_run.lower(CONFIG, model, params, state, limit).compile().as_text()
     shape = ",".join(str(n) for n in state.kv.shape)
     assert re.search(rf"f32\[{shape}\]", text), "the cache is not in the program"
     assert not re.findall(rf"f32\[{shape}\]\S* (?:copy|convert)\(", text)
