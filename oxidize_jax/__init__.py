@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "FINISH_REASON_NAMES",
+    "LENGTH",
     "LLM",
+    "POOL_EXHAUSTED",
+    "REFUSED",
+    "STOPPED",
     "CompletionOutput",
     "EngineConfig",
     "GenerateConfig",
@@ -32,6 +37,11 @@ _HOMES = {
     "CompletionOutput": "oxidize_jax.outputs",
     "StreamDelta": "oxidize_jax.outputs",
     "generate": "oxidize_jax.engine.generate",
+    "FINISH_REASON_NAMES": "oxidize_jax.engine.generate",
+    "REFUSED": "oxidize_jax.engine.generate",
+    "STOPPED": "oxidize_jax.scheduler.state",
+    "LENGTH": "oxidize_jax.scheduler.state",
+    "POOL_EXHAUSTED": "oxidize_jax.scheduler.state",
     "GenerateConfig": "oxidize_jax.engine.generate",
     "Generated": "oxidize_jax.engine.generate",
     "Prompts": "oxidize_jax.engine.inputs",
@@ -43,7 +53,13 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from oxidize_jax.config import EngineConfig
-    from oxidize_jax.engine.generate import GenerateConfig, Generated, generate
+    from oxidize_jax.engine.generate import (
+        FINISH_REASON_NAMES,
+        REFUSED,
+        GenerateConfig,
+        Generated,
+        generate,
+    )
     from oxidize_jax.engine.inputs import (
         Prompts,
         Sampling,
@@ -54,6 +70,7 @@ if TYPE_CHECKING:
     from oxidize_jax.llm import LLM
     from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
     from oxidize_jax.sampling.params import SamplingParams
+    from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from oxidize_jax.types import BLOCK_SIZE
 
 POLICIES = ("prefill_first", "decode_first")
 _INT32_MAX = 2**31 - 1
+_DETERMINISTIC_TOKENS = 32
+"""Least tokens of a deterministic step, and what their number is a multiple of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +52,22 @@ class EngineConfig:
     token_mask_size: int = 0
     """Tokens that a request may allow or ban: the vocabulary, a bit for each in every slot; with
     0 it can do neither."""
+    deterministic: bool = False
+    """A request's tokens and log probabilities are the same bits whatever runs beside it, however
+    its prompt is cut, preempted or found in the cache. All steps then have one shape, of
+    :attr:`step_tokens`, in which every token is computed as a decode is: what a token gets
+    depends on the tokens before it, and on nothing else that a step may have otherwise. It
+    holds for one machine, one version of JAX, one ``block_size``, ``max_num_seqs`` and
+    ``max_model_len``: another shape may add up in another order."""
 
     def __post_init__(self) -> None:
         for name, low in _LOWEST.items():
             _check_int(name, getattr(self, name), low)
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}.")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching={self.enable_prefix_caching!r}: must be true or false."
-            )
+        for name in ("enable_prefix_caching", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be true or false.")
         if self.num_blocks * self.block_size > _INT32_MAX:
             raise ValueError(
                 f"num_blocks={self.num_blocks} x block_size={self.block_size} exceeds "
@@ -82,8 +90,23 @@ class EngineConfig:
         return -(-self.token_mask_size // 32)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step. A deterministic one has ``max_num_seqs``, rounded up: all
+        pay for the largest, and so that its size does not go with the budget."""
+        if not self.deterministic:
+            return self.max_num_batched_tokens
+        return -(-self.max_num_seqs // _DETERMINISTIC_TOKENS) * _DETERMINISTIC_TOKENS
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a step may have."""
+        return min(self.max_num_batched_tokens, self.step_tokens)
+
+    @property
     def max_prefill_tiles(self) -> int:
         """Most prefill tiles in a step: twice what the budget fills, for short prompts."""
+        if self.deterministic:
+            return self.step_tokens  # there are none, hence no limit
         tokens = max(self.max_num_batched_tokens, 2 * self.prefill_tile)
         return 2 * -(-tokens // self.prefill_tile)
 

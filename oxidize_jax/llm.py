@@ -207,12 +207,14 @@ class LLM:
         text, ids = self._encode(prompt)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self._eos
+        held = self._eos if params.ignore_eos and params.min_tokens else ()
         limit = self.config.max_model_len
         request = EngineRequest(
             prompt_token_ids=ids,
             max_new_tokens=limit if params.max_tokens is None else params.max_tokens,
             min_new_tokens=params.min_tokens,
             stop_token_ids=tuple(dict.fromkeys([*eos, *params.stop_token_ids])),
+            held_token_ids=tuple(i for i in held if i not in params.stop_token_ids),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

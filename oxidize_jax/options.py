@@ -68,6 +68,10 @@ class Options:
     max_bad_words: int = 32
     """Most token sequences that the ``bad_words`` of a request may make: two for most words, at
     the start of a text and behind a space."""
+    deterministic: bool = False
+    """A request's tokens and logprobs are the same bits whatever shares its batch; see
+    :class:`~oxidize_jax.config.EngineConfig`. Steps take at most 32 tokens, or ``max_num_seqs``
+    rounded up to a multiple of that, and all cost as much as the largest."""
     seed: int = 0
     """Seeds of requests that name none are drawn from this one."""
     check_invariants: bool = False
@@ -210,6 +214,7 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         max_num_requests=_request_slots(options.max_num_seqs),
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
+        deterministic=options.deterministic,
         max_logprobs=options.max_logprobs,
         max_logit_bias=options.max_logit_bias,
         max_bad_words=options.max_bad_words,
@@ -259,8 +264,8 @@ def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """What the largest step needs at least: one layer's float32 activations, and the logits."""
     heads = model.num_heads + 2 * model.num_kv_heads
     token = 2 * model.hidden_size + 2 * model.intermediate_size + heads * model.head_dim
-    samples = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return 4 * (config.max_num_batched_tokens * token + samples * model.vocab_size)
+    samples = min(config.max_num_seqs, config.step_tokens)
+    return 4 * (config.step_tokens * token + samples * model.vocab_size)
 
 
 def _fitting_blocks(

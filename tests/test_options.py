@@ -119,6 +119,7 @@ def test_preset_that_cannot_be_read(tmp_path):
         ("attention", ["gather"]),
         ("enable_prefix_caching", "no"),
         ("check_invariants", 1),
+        ("deterministic", "yes"),
     ],
 )
 def test_wrong_values_and_types_are_named(name, value):
@@ -148,6 +149,7 @@ def test_every_size_goes_into_the_engine_config():
         num_blocks=77,
         policy="decode_first",
         enable_prefix_caching=False,
+        deterministic=True,
         max_logprobs=2,
         max_logit_bias=7,
         max_bad_words=3,
@@ -161,6 +163,7 @@ def test_every_size_goes_into_the_engine_config():
         max_num_requests=80,
         policy="decode_first",
         enable_prefix_caching=False,
+        deterministic=True,
         max_logprobs=2,
         max_logit_bias=7,
         max_bad_words=3,

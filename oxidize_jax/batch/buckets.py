@@ -28,14 +28,20 @@ class Bucket:
     decode_rows: int
     """Dn: rows that run one token; 0 in the prompt's steps of an engine with a single row"""
     tiles: int
-    """P: prefill tiles; 0 in a decode-only step"""
+    """P: prefill tiles; 0 in a step in which every token is computed as a decode"""
     samples: int
     """C: sequences that can sample"""
 
 
 @cache
 def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
-    """Every shape a step can have: decode-only ones first, each kind smallest first."""
+    """Every shape a step can have: decode-only ones first, each kind smallest first.
+
+    A deterministic engine has one, without tiles: every token is a decode row.
+    """
+    if config.deterministic:
+        tokens, rows = config.step_tokens, max(_SMALLEST, config.max_num_seqs)
+        return (Bucket(tokens, tokens, 0, rows),)
     seqs, budget, q = config.max_num_seqs, config.max_num_batched_tokens, config.prefill_tile
     decode = [Bucket(n, n, 0, n) for n in _decode_rows(min(seqs, budget))]
     if budget == 1:
@@ -54,9 +60,11 @@ def select_bucket(
 ) -> jax.Array:
     """i32[]: index of the first of ``shapes`` that holds ``num_scheduled i32[S]``.
 
-    It is ``len(shapes)`` where nothing is scheduled.
+    It is ``len(shapes)`` where nothing is scheduled. The last must hold every plan.
     """
     tokens = jnp.sum(num_scheduled, dtype=jnp.int32)
+    if len(shapes) == 1:
+        return (tokens == 0).astype(jnp.int32)
     tiles = jnp.sum(tiles_for(num_scheduled, config.prefill_tile), dtype=jnp.int32)
     room = jnp.array([b.tokens for b in shapes], jnp.int32)
     room_tiles = jnp.array([b.tiles for b in shapes], jnp.int32)

@@ -16,13 +16,14 @@ from oxidize_jax.scheduler.state import SchedulerState
 def build_batch(config: EngineConfig, bucket: Bucket, state: SchedulerState) -> BatchDescriptor:
     """Lay out the planned tokens: decodes first, then each prefill chunk, without gaps.
 
-    ``bucket`` must hold the plan (``select_bucket``); what it has beyond is padding.
+    ``bucket`` must hold the plan (``select_bucket``); what it has beyond is padding. Without
+    tiles every token is a decode row, those of a chunk too.
     """
     rows, requests = state.rows, state.requests
     seqs, t = config.max_num_seqs, bucket.tokens
     scheduled = state.plan.num_scheduled
     layout = _layout(state)
-    num_decodes = jnp.sum(scheduled == 1, dtype=jnp.int32)
+    num_decodes = jnp.sum(scheduled == 1, dtype=jnp.int32) if bucket.tiles else layout.ends[-1]
 
     token = jnp.arange(t, dtype=jnp.int32)
     place = segments(layout.ends, t)

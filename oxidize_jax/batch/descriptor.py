@@ -24,7 +24,8 @@ class BatchDescriptor:
     The first ``len(decode_rows)`` tokens are the decode part: token ``t`` of it belongs
     to row ``decode_rows[t]`` (``S`` where there is none; then the token is padding or
     belongs to a prefill tile). A tile is up to Q consecutive tokens of *one* sequence,
-    so its KV is gathered once and not once per token.
+    so its KV is gathered once and not once per token. In a step without tiles (P = 0) every
+    token is a decode token, also where several are of one row.
     """
 
     token_ids: jax.Array

@@ -84,7 +84,7 @@ def decode_steps(engine: Engine, context: int, temperature: float, dispatches: i
 
     Raises ValueError if ``max_model_len`` or ``num_blocks`` leaves no room for them.
     """
-    rows, budget = engine.config.max_num_seqs, engine.config.max_num_batched_tokens
+    rows, budget = engine.config.max_num_seqs, engine.config.token_budget
     rng = random.Random(0)
     vocab = min(workload.RANDOM_VOCAB, engine.model.vocab_size)
     ids = []

@@ -186,6 +186,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="share the KV of equal prompt beginnings (default: on)",
     )
+    engine.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="the same text and logprobs, bit for bit, whatever else is in the batch (slower)",
+    )
     engine.add_argument("--attention", metavar="NAME", help="attention backend (default: gather)")
     _number(
         engine,

@@ -345,7 +345,7 @@ class Engine:
             prompt=request.prompt_token_ids,
             max_new_tokens=min(request.max_new_tokens, limit),
             arrival=request_id,
-            stop_ids=request.stop_token_ids,
+            stop_ids=request.stop_token_ids + tuple(~i for i in request.held_token_ids),
             fork_of=None if entry is None else entry.slot,
             want_logprobs=bool(request.num_logprobs),
             **request.options(

@@ -34,15 +34,24 @@ from oxidize_jax.engine.inputs import (
     request_keys,
 )
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
-from oxidize_jax.model.functional import Decoder, build
-from oxidize_jax.model.transformer import APART
+from oxidize_jax.model.functional import Decoder
+from oxidize_jax.model.leaves import leaves_of
 from oxidize_jax.sampling.token_mask import pack_bits
-from oxidize_jax.scheduler.state import LENGTH, NO_TOKEN, Totals
+from oxidize_jax.scheduler.state import LENGTH, NO_TOKEN, POOL_EXHAUSTED, STOPPED, Totals
 from oxidize_jax.scheduler.submit import NewRequest, submit_all
 from oxidize_jax.types import BLOCK_SIZE, replace, state
 
 REFUSED = 5
 """Finish reason, beside the scheduler's, of a prompt that can never run; see :func:`generate`."""
+
+FINISH_REASON_NAMES = {
+    STOPPED: "stopped",
+    LENGTH: "length",
+    POOL_EXHAUSTED: "pool_exhausted",
+    REFUSED: "refused",
+}
+"""Names of the numbers in :attr:`Generated.finish_reasons`: a stop id was drawn; the most tokens
+were made; it alone has outgrown ``num_blocks``; it could never run."""
 
 _INT32_MAX = 2**31 - 1
 _LOWEST = {
@@ -163,8 +172,8 @@ class Generated:
     lengths: jax.Array
     """i32[N, n]: new tokens, 0 .. W."""
     finish_reasons: jax.Array
-    """i32[N, n]: ``STOPPED``, ``LENGTH`` or ``POOL_EXHAUSTED`` of
-    :mod:`~oxidize_jax.scheduler.state`, or :data:`REFUSED`."""
+    """i32[N, n]: ``STOPPED``, ``LENGTH``, ``POOL_EXHAUSTED`` or ``REFUSED``, which this package
+    exports; :data:`FINISH_REASON_NAMES` has their names."""
     top_ids: jax.Array
     """i32[N, n, W, A]: the A likeliest tokens, best first."""
     top_logprobs: jax.Array
@@ -230,7 +239,9 @@ def generate(
     """
     prompts = prompts if isinstance(prompts, Prompts) else Prompts(*prompts)
     check_prompts(prompts)
-    sampling = check_sampling(sampling, prompts.tokens.shape[0], config.model.vocab_size)
+    sampling = check_sampling(
+        sampling, prompts.tokens.shape[0], config.model.vocab_size, config.max_new_tokens
+    )
     return _generate(config, params, prompts, sampling)
 
 
@@ -253,7 +264,8 @@ def _generate(
         engine, state.scheduler, jnp.where(runs, slot, engine.max_num_requests), new
     )
     state = replace(state, scheduler=scheduler)
-    params = _leaves(config.model, params)
+    if isinstance(config.model, Decoder):
+        params = leaves_of(config.model, params)
     state = run_steps(engine, config.model, params, state, jnp.int32(_INT32_MAX))
     unrun = jnp.where(valid, jnp.int32(LENGTH), jnp.int32(REFUSED))
     reasons = jnp.where(runs, state.scheduler.requests.finish_reason, unrun)
@@ -321,22 +333,6 @@ def _requests(
         fork_of=jnp.where(slot % n == 0, slots, slot - slot % n),
         want_logprobs=same(config.num_logprobs > 0, jnp.bool_),
     )
-
-
-def _leaves(model: Model, params: Params) -> Params:
-    """A trainer's parameters of a Decoder checked, and stored as its loop over layers wants."""
-    if not isinstance(model, Decoder):
-        return params
-    floats = (jnp.float32, jnp.bfloat16)
-    if any(n.startswith(APART) or leaf.dtype not in floats for n, leaf in params.items()):
-        return params  # what build returned, in a form of its own
-    return build(
-        model.config,
-        params,
-        platform=model.platform,
-        attention=model.attention,
-        kv_dtype=model.kv_dtype,
-    )[1]
 
 
 def _results(config: GenerateConfig, state: EngineState, reasons: jax.Array) -> Generated:

@@ -55,8 +55,8 @@ class Sampling:
     top_p: Any = 1.0
     """Keep the likeliest tokens that together have this probability; 1 keeps all."""
     max_new_tokens: Any = None
-    """Most new tokens, by default and at most the configuration's. A prompt with 0 is not
-    run: its sequences are empty, with finish reason ``LENGTH``."""
+    """Most new tokens, by default and at most the configuration's; in an array of JAX more counts
+    as that. A prompt with 0 is not run: its sequences are empty, with finish reason ``LENGTH``."""
     min_new_tokens: Any = 0
     """Until there are this many new tokens, no stop id is sampled."""
     stop_token_ids: Any = None
@@ -165,15 +165,19 @@ _NUMBERS: dict[str, tuple[Any, float, float]] = {
 """Type and range of each field of :class:`Sampling` that is one number for a prompt."""
 
 
-def check_sampling(sampling: Sampling, num_prompts: int, vocab_size: int) -> Sampling:
+def check_sampling(
+    sampling: Sampling, num_prompts: int, vocab_size: int, max_new_tokens: int
+) -> Sampling:
     """All fields as arrays of fixed types, so that 0 and 0.5 are one program.
 
-    Numbers are ``[]`` or ``[N]``, lists ``[1, ...]`` or ``[N, ...]``. Raises ValueError.
+    Numbers are ``[]`` or ``[N]``, lists ``[1, ...]`` or ``[N, ...]``. ``max_new_tokens`` is the
+    configuration's. Raises ValueError.
     """
     given = {name: getattr(sampling, name) for name in _NUMBERS}
     if given["max_new_tokens"] is None:
-        given["max_new_tokens"] = _INT32_MAX
+        given["max_new_tokens"] = max_new_tokens
     checked = {name: _per_prompt(name, value, num_prompts) for name, value in given.items()}
+    _check_most("max_new_tokens", given["max_new_tokens"], max_new_tokens)
     ids = partial(_id_lists, num_prompts=num_prompts, vocab_size=vocab_size)
     bias_ids = ids("bias_ids", sampling.bias_ids)
     return dataclasses.replace(
@@ -191,6 +195,15 @@ def nearest_penalty(name: str, value: jax.Array) -> jax.Array:
     _, low, high = _NUMBERS[name]
     neutral = 1.0 if name == "repetition_penalty" else 0.0
     return jnp.clip(jnp.where(jnp.isnan(value), neutral, value), low, high)
+
+
+def _check_most(name: str, value: Any, most: int) -> None:
+    """``value`` has been checked otherwise; what is on the device nobody can look at."""
+    if not isinstance(value, jax.Array) and np.any(np.asarray(value) > most):
+        raise ValueError(
+            f"{name}={value}: must be from 0 to {most}, the {name} of the configuration; lower "
+            "it, or raise the configuration's."
+        )
 
 
 def _per_prompt(name: str, value: Any, num_prompts: int) -> jax.Array:
@@ -235,7 +248,7 @@ def _token_mask(value: Any, num_prompts: int, vocab_size: int) -> jax.Array | No
     if value is None:
         return None
     on_host = not isinstance(value, jax.Array)
-    value = np.asarray(value) if on_host else value
+    value = _on_host("token_mask", value) if on_host else value
     value = value[None] if value.ndim == 1 else value
     if value.dtype != np.bool_ or value.shape not in ((1, vocab_size), (num_prompts, vocab_size)):
         raise ValueError(
@@ -251,7 +264,7 @@ def _as_array(name: str, value: Any, dtype: Any, low: float, high: float) -> jax
     """``value`` in its type; what is on the host is checked, and put on the device."""
     on_host = not isinstance(value, jax.Array)
     if on_host:
-        value = np.asarray(value)
+        value = _on_host(name, value)
         value = value.astype(np.int32) if not value.size else value  # an empty list is float
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if value.dtype.kind not in kinds and not jnp.issubdtype(value.dtype, jnp.floating):
@@ -264,6 +277,16 @@ def _as_array(name: str, value: Any, dtype: Any, low: float, high: float) -> jax
         raise ValueError(f"{name}={value}: must be from {low} to {high:.10g}.")
     # Put there by name, which a guard against transfers that nobody asked for lets pass.
     return jax.device_put(value.astype(dtype))
+
+
+def _on_host(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(
+            f"{name} has lists of different lengths: make them one length (ids are padded with "
+            "-1, biases with 0)."
+        ) from None
 
 
 def request_keys(key: jax.Array, num_prompts: int, num_return_sequences: int = 1) -> jax.Array:

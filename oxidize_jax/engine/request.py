@@ -53,6 +53,8 @@ class EngineRequest(RequestOptions):
     prompt_token_ids: tuple[int, ...]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    held_token_ids: tuple[int, ...] = ()
+    """Not sampled before ``min_new_tokens``, as ``stop_token_ids`` are not; they end nothing."""
     num_logprobs: int | None = None
     """Alternatives per token to return, at most ``max_logprobs``."""
 
@@ -63,9 +65,11 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
     stops = request.stop_token_ids
     check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
     check_token_ids("stop_token_ids", stops, vocab_size)
-    if len(stops) > config.max_stop_token_ids:
+    check_token_ids("held_token_ids", request.held_token_ids, vocab_size)
+    num_stops = len(stops) + len(request.held_token_ids)
+    if num_stops > config.max_stop_token_ids:
         raise ValueError(
-            f"stop_token_ids has {len(stops)} ids, end-of-sequence ids included; the limit "
+            f"stop_token_ids has {num_stops} ids, end-of-sequence ids included; the limit "
             f"is max_stop_token_ids={config.max_stop_token_ids}."
         )
     for name, low in _WHOLE.items():
@@ -132,7 +136,7 @@ def _check_mask(config: EngineConfig, vocab_size: int, request: EngineRequest) -
     # What may be banned at some time, by a word that is complete or by min_new_tokens.
     sometimes = {word[-1] for word in request.bad_words}
     if request.min_new_tokens > 0:
-        sometimes.update(request.stop_token_ids)
+        sometimes.update(request.stop_token_ids, request.held_token_ids)
     never = sometimes.union(banned)
     if all(token in never for token in (range(vocab_size) if allowed is None else allowed)):
         raise ValueError(

@@ -249,7 +249,8 @@ def sampling_arrays(state: SchedulerState, sample_rows: jax.Array) -> SamplingAr
             sequence=request,
             prompt_len=prompt_len,
             num_tokens=num_tokens,
-            suppress_ids=jnp.where(too_short[:, None], stop_ids, NO_TOKEN),
+            # ~id is of one that is held back but ends nothing.
+            suppress_ids=jnp.where(too_short[:, None], jnp.maximum(stop_ids, ~stop_ids), NO_TOKEN),
             masked=of(requests.has_mask, False),
             listed=of(_has_list(requests), False),
             repetition_penalty=of(requests.repetition_penalty, 1.0),

@@ -35,6 +35,7 @@ class Submit(RequestOptions):
     max_new_tokens: int
     arrival: int = 0
     stop_ids: tuple[int, ...] = ()
+    """``~id`` of one that is only held back, as on the device."""
     fork_of: int | None = None
     want_logprobs: bool = False
     output: tuple[int, ...] = ()

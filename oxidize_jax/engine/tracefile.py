@@ -332,7 +332,7 @@ class _Limits:
             "parent": slot,
             "children": _many(slot),
             "prompt": _many(token),
-            "stop_ids": _many(token),
+            "stop_ids": _many(whole(-vocab_size, vocab_size)),
             "output": _many(token),
             "outputs": _many(_many(token)),
             "last_tokens": _many(_optional(token)),

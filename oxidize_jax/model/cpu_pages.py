@@ -32,7 +32,7 @@ _PAGES = 32
 
 @state
 class SlotPlan:
-    """Where a step of decodes writes: each of T tokens into a block of its own."""
+    """Where a step of decodes writes: each of T tokens into a slot of its own."""
 
     blocks: jax.Array
     """i32[T]: ``B`` or more at padding"""
@@ -62,8 +62,7 @@ class PagePlan:
 def plan_writes(batch: BatchDescriptor, num_blocks: int, block_size: int) -> SlotPlan | PagePlan:
     """Where the step's tokens go; worked out once and used in every layer.
 
-    Tokens of one block must be next to each other in the step, as a row's tokens are, and in
-    a step of decodes (a batch without tiles) no two tokens may share a block.
+    In a step with tiles the tokens of one block must be next to each other, as a row's are.
     """
     block, slot = batch.slot_mapping // block_size, batch.slot_mapping % block_size
     if batch.tile_rows.size:

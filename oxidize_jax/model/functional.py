@@ -357,7 +357,7 @@ def _check_dtypes(params: Mapping[str, Any]) -> None:
             f"parameter 'embed.weight' is {weights}: weights must be {', '.join(_WEIGHT_DTYPES)}."
         )
     for name, leaf in params.items():
-        needed = _needed_dtype(name, weights)
+        needed = parameter_dtype(name, weights)
         if leaf.dtype != needed:
             raise ValueError(
                 f"parameter {name!r} is {leaf.dtype}, but must be {needed}: norms are float32, "
@@ -366,6 +366,7 @@ def _check_dtypes(params: Mapping[str, Any]) -> None:
             )
 
 
-def _needed_dtype(name: str, weights: jnp.dtype) -> jnp.dtype:
+def parameter_dtype(name: str, weights: jnp.dtype) -> jnp.dtype:
+    """Type of the parameter ``name`` of a model whose matrices are ``weights``."""
     stays_float32 = name.endswith("norm.weight") or (weights == jnp.int8 and not is_matrix(name))
     return jnp.dtype(jnp.float32) if stays_float32 else weights

@@ -42,7 +42,7 @@ def grant_running(config: EngineConfig, state: SchedulerState, order: jax.Array)
     decodes = (left == 1) & _has_computed_prompt(state)
     due = jnp.where(decodes, 1, 0)
     left = jnp.where(decodes, 0, left)
-    budget = jnp.full((), config.max_num_batched_tokens, jnp.int32)
+    budget = jnp.full((), config.token_budget, jnp.int32)
     first = decodes_first(config, state)
     decode = take(due, order, jnp.where(first, budget, 0))
     budget = budget - jnp.sum(decode, dtype=jnp.int32)
@@ -69,7 +69,7 @@ def left_for_admission(config: EngineConfig, grants: Grants) -> tuple[jax.Array,
     decode = jnp.sum(grants.decode, dtype=jnp.int32)
     used = jnp.sum(grants.prefill, dtype=jnp.int32) + jnp.where(grants.decodes_first, decode, 0)
     tiles = jnp.sum(tiles_for(grants.prefill, config.prefill_tile), dtype=jnp.int32)
-    return config.max_num_batched_tokens - used, config.max_prefill_tiles - tiles
+    return config.token_budget - used, config.max_prefill_tiles - tiles
 
 
 def remaining_tokens(state: SchedulerState) -> jax.Array:

@@ -53,7 +53,7 @@ def plan(
     that gets nothing keeps its block for the next step, in which decodes go first.
     """
     prefill = grants.prefill + admitted
-    left = config.max_num_batched_tokens - jnp.sum(prefill, dtype=jnp.int32)
+    left = config.token_budget - jnp.sum(prefill, dtype=jnp.int32)
     decode = take(grants.decode, state.plan.order, left)
     skipped = jnp.any(grants.due & (decode == 0)) & ~grants.decodes_first
     new_plan = replace(state.plan, num_scheduled=prefill + decode, decode_turn=skipped)

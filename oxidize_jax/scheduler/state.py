@@ -64,7 +64,8 @@ class Requests(SamplingFields):
     top_logprobs: jax.Array
     """f32[R, N, A]"""
     stop_ids: jax.Array
-    """i32[R, Z], padded with ``NO_TOKEN``."""
+    """i32[R, Z], padded with ``NO_TOKEN``; ``~id``, below 0, of an id that is not sampled below
+    ``min_tokens`` either, but ends nothing."""
     salt: jax.Array
     """i32[R] >= 0: requests share blocks only with those of the same salt."""
     use_cache: jax.Array

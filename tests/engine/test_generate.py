@@ -15,6 +15,7 @@ from fake_model import VOCAB, FakeModel, quick_jit, solo
 from write_checkpoints import TINY_LLAMA as MODEL
 from write_checkpoints import random_params
 
+import oxidize_jax
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.generate import REFUSED, GenerateConfig, _generate, generate
@@ -26,7 +27,7 @@ from oxidize_jax.engine.inputs import (
 )
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.llm import LLM
-from oxidize_jax.model.functional import build
+from oxidize_jax.model.functional import build, parameter_dtype
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
 
@@ -38,6 +39,7 @@ TIGHT = GenerateConfig(
 """Rows for 2 of 18 sequences, and a pool that two long ones outgrow. Prompts are padded to 30."""
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 60], [3] * 13, [3] * 14, [1], [5, 6, 7, 8] * 3]
 KEY = jax.random.key(3)
+BF16 = jnp.dtype(jnp.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,18 @@ def test_what_can_never_run_is_refused_and_disturbs_nobody(tight):
             assert sequences(out, i) == [[]] * N_SEQS
         for i in (0, 1, 4):
             assert sequences(out, i) == expected(PROMPTS[i])
+
+
+def test_more_tokens_than_the_result_has_room_for_are_as_many_as_it_has(tight):
+    out = tight(PROMPTS, max_new_tokens=[100] * 6)  # arrays of JAX, which nobody can look at
+    assert out.lengths.tolist() == [[W] * N_SEQS] * 6
+
+
+def test_finish_reasons_have_names_that_the_package_exports():
+    names = oxidize_jax.FINISH_REASON_NAMES
+    assert {getattr(oxidize_jax, name.upper()): name for name in names.values()} == names
+    assert set(names) == {STOPPED, LENGTH, POOL_EXHAUSTED, REFUSED}
+    assert set(oxidize_jax.__all__) >= {"FINISH_REASON_NAMES", *map(str.upper, names.values())}
 
 
 def test_all_refused_is_no_step(tight):
@@ -379,6 +393,64 @@ def test_parameters_of_another_model_are_refused(decoder, own):
         ValueError, match=r"parameter 'final_norm.weight' \[24\] is missing; add it"
     ):
         shapes_with(decoder[0], params)
+
+
+def changed(leaves, name, change):
+    """``leaves`` without one of them, with one more, or with one cast or cut."""
+    leaf = leaves[name]
+    made = {
+        "missing": {},
+        "unknown": {name: leaf, "layers.x.weight": leaf},
+        "cut": {name: leaf[..., :-1]},
+        "half": {name: leaf.astype(jnp.float16)},
+        "byte": {name: leaf.astype(jnp.int8)},
+    }[change]
+    return {n: other for n, other in leaves.items() if n != name} | made
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "cut", "half", "byte"])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("own", "layers.q.weight"),
+        ("own", "layers.input_norm.weight"),
+        ("built", "layers.input_norm.weight"),
+        ("built", "layer.1.up.weight"),
+        ("built in bfloat16", "layers.q.weight"),
+        ("built in bfloat16", "layer.1.up.weight"),
+    ],
+)
+def test_a_parameter_that_is_not_as_it_must_be_is_named(own, form, change, name):
+    params = own
+    if form == "built in bfloat16":
+        norms = {n: leaf for n, leaf in own.items() if n.endswith("norm.weight")}
+        params = {n: leaf.astype(jnp.bfloat16) for n, leaf in own.items()} | norms
+    model, leaves = build(MODEL, params)
+    shapes_with(model, leaves)
+    if form == "own":
+        leaves = own
+    named = "layers.x.weight" if change == "unknown" else name
+    with pytest.raises(ValueError, match=f"^parameter '{named}' "):
+        shapes_with(model, changed(leaves, name, change))
+
+
+def test_parameters_that_are_no_dict_or_have_no_embedding_are_refused(decoder):
+    model, leaves = decoder
+    with pytest.raises(ValueError, match="params is list: must be the leaves that build returned"):
+        shapes_with(model, list(leaves.values()))
+    with pytest.raises(ValueError, match=r"parameter 'embed.weight' \[61, 24\] is missing"):
+        shapes_with(model, changed(leaves, "embed.weight", "missing"))
+
+
+def test_leaves_that_were_built_under_jit_are_taken(decoder, own):
+    def run(params):
+        model, leaves = build(
+            MODEL, {n: x.astype(parameter_dtype(n, BF16)) for n, x in params.items()}
+        )
+        assert leaves["layers.q.weight"].dtype == jnp.uint16
+        return shapes_with(model, leaves)
+
+    assert jax.eval_shape(run, own).tokens.shape == (2, 1, 4)
 
 
 @pytest.mark.parametrize(

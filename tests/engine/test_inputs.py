@@ -29,7 +29,7 @@ def test_numbers_of_any_kind_are_arrays_of_one_type():
             KEY, jnp.float32(1), jnp.int8(1), jnp.bfloat16(1), stop_token_ids=jnp.array([4, 5])
         ),
     ]
-    first, *rest = (jax.tree.map(jax.typeof, check_sampling(k, 3, VOCAB)) for k in kinds)
+    first, *rest = (jax.tree.map(jax.typeof, check_sampling(k, 3, VOCAB, 8)) for k in kinds)
     for other in rest:
         assert other == first
 
@@ -99,6 +99,13 @@ def call(prompts=None, key=KEY, **sampling):
         ({"top_k": 2.5}, "top_k is float64: must be whole numbers"),
         ({"top_k": jnp.ones((), jnp.float32)}, "top_k is float32: must be whole numbers"),
         ({"temperature": "hot"}, "temperature is <U3: must be numbers"),
+        ({"max_new_tokens": [4, 5]}, r"max_new_tokens=\[4, 5\]: must be from 0 to 4, the max_new"),
+        ({"max_new_tokens": np.int64(5)}, "max_new_tokens=5: must be from 0 to 4"),
+        ({"temperature": [[1], [1, 2]]}, "temperature has lists of different lengths: make"),
+        ({"stop_token_ids": [[1], [1, 2]]}, "stop_token_ids has lists of different .* with -1"),
+        ({"bias_ids": [[1], [1, 2]], "bias_values": [[1], [1, 2]]}, "bias_ids has lists"),
+        ({"bias_ids": [[1], [2]], "bias_values": [[1], [1, 2]]}, "bias_values has lists"),
+        ({"token_mask": [[True], [True, False]]}, "token_mask has lists of different lengths"),
         ({"max_new_tokens": [1, 2, 3]}, r"max_new_tokens has shape \[3\]: .* 2, one for each"),
         ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids=\[{VOCAB}\]: must be from .* to 96"),
         ({"stop_token_ids": [[1]] * 3}, r"stop_token_ids has shape \[3, 1\]"),
