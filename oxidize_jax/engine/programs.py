@@ -67,7 +67,7 @@ def start(config: EngineConfig, model: Model, secret: Any) -> EngineState:
     return init_state(config, model, secret)
 
 
-_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 """XLA:CPU takes half of what AVX-512 has unless told otherwise; elsewhere it says nothing."""
 
 
@@ -84,7 +84,7 @@ def run(
     return traced_run(config, model, params, state, limit)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=_OPTIONS)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=COMPILER_OPTIONS)
 def traced_run(
     config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
 ) -> EngineState:
