@@ -8,6 +8,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "GenerateConfig",
@@ -27,6 +29,8 @@ __all__ = [
 _HOMES = {
     "LLM": "oxidize_jax.llm",
     "SamplingParams": "oxidize_jax.sampling.params",
+    "BeamSearchParams": "oxidize_jax.sampling.beam_params",
+    "BeamSearchOutput": "oxidize_jax.outputs",
     "EngineConfig": "oxidize_jax.config",
     "RequestOutput": "oxidize_jax.outputs",
     "CompletionOutput": "oxidize_jax.outputs",
@@ -52,7 +56,13 @@ if TYPE_CHECKING:
         request_keys,
     )
     from oxidize_jax.llm import LLM
-    from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
+    from oxidize_jax.outputs import (
+        BeamSearchOutput,
+        CompletionOutput,
+        RequestOutput,
+        StreamDelta,
+    )
+    from oxidize_jax.sampling.beam_params import BeamSearchParams
     from oxidize_jax.sampling.params import SamplingParams
 
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from oxidize_jax.arrays import apply_if
 from oxidize_jax.batch.buckets import Bucket, buckets
+from oxidize_jax.blocks.pool import available
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.programs import COMPILER_OPTIONS
 from oxidize_jax.engine.step import (
@@ -73,6 +74,8 @@ class Search:
     """i32[R, C]: the best continuations of each ready beam,"""
     sums: jax.Array
     """f32[R, C]: and their sums of logprobs, the beam's own included."""
+    peak_blocks: jax.Array
+    """i32[]: most blocks that were held in a step so far."""
 
 
 def search_config(
@@ -97,7 +100,10 @@ def search_config(
 def start_search(
     config: EngineConfig, width: int, num_stop_ids: int, new: NewSearch
 ) -> tuple[SchedulerState, Search]:
-    """Groups that wait, in a scheduler whose pool is yet to be replaced by the engine's."""
+    """Groups that wait, in a scheduler whose pool is yet to be replaced by the engine's.
+
+    ``num_stop_ids`` is that of the rules, 1 where they have only padding.
+    """
     groups = new.prompt_len.shape[0]
     slots, count = groups * width, num_candidates(width, num_stop_ids)
     scheduler = init_scheduler(config)
@@ -123,6 +129,7 @@ def start_search(
         ready=~lead,
         tokens=jnp.zeros((slots, count), jnp.int32),
         sums=jnp.full((slots, count), -jnp.inf, jnp.float32),
+        peak_blocks=jnp.zeros((), jnp.int32),
     )
     return replace(scheduler, requests=requests), search
 
@@ -181,8 +188,9 @@ def search_steps(
             config, width, scheduler, search.opened, search.beams.done
         )
         scheduler = rows_of_beams.park(schedule(config, scheduler), search.ready)
-        state = EngineState(scheduler=scheduler, kv=kv)
-        return state, replace(search, opened=opened), room, steps + 1
+        used = config.num_blocks - available(scheduler.pool)
+        search = replace(search, opened=opened, peak_blocks=jnp.maximum(search.peak_blocks, used))
+        return EngineState(scheduler=scheduler, kv=kv), search, room, steps + 1
 
     zero = jnp.zeros((), jnp.int32)
     end = lax.while_loop(goes_on, body, (state, search, empty_room(model, shapes), zero))

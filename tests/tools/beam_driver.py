@@ -79,7 +79,7 @@ def run(
     max_steps: int = 2000,
 ) -> Seen:
     """Step by step, the whole state checked after each."""
-    start, step = _programs(config, params.beam_width, len(stop_ids))
+    start, step = _programs(config, params.beam_width, max(1, len(stop_ids)))
     scheduler, search = start(new_search(config, prompts, params, max_tokens))
     state = EngineState(
         scheduler=scheduler, kv=SpreadModel().init_kv(config.num_blocks, config.block_size)
