@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,7 +111,8 @@ def search_prompts(
     outputs: list[BeamSearchOutput] = []
     for first in range(0, len(prompts), GROUPS_AT_ONCE):
         wave = prompts[first : first + GROUPS_AT_ONCE]
-        beams, cached = _search(engine, wave, params, stop_ids, lambda n: report(len(outputs) + n))
+        tell = partial(_report_from, first, report)
+        beams, cached = find_beams(engine, wave, params, stop_ids, tell)
         for group, prompt in enumerate(wave):
             sequences = _sequences(tokenizer, prompt, params, stop_ids, beams, group)
             usage = Usage(
@@ -122,14 +124,14 @@ def search_prompts(
     return outputs
 
 
-def _search(
+def find_beams(
     engine: Engine,
     prompts: Sequence[BeamPrompt],
     params: BeamSearchParams,
     stop_ids: tuple[int, ...],
     report: Callable[[int], Any],
 ) -> tuple[Beams, np.ndarray]:
-    """``(beams, prompt tokens from the prefix cache i32[G])``, on the host."""
+    """``(beams, prompt tokens from the prefix cache i32[G])`` of prompts, on the host."""
     width, groups = params.beam_width, _power_of_two(len(prompts))
     longest = max(len(prompt.token_ids) + prompt.max_tokens for prompt in prompts)
     length = min(engine.config.max_model_len, _power_of_two(max(longest, _SHORTEST)))
@@ -163,6 +165,10 @@ def _search(
     beams, cached, peak = results
     engine.peak_blocks_used = max(engine.peak_blocks_used, int(peak))
     return beams, cached
+
+
+def _report_from(first: int, report: Callable[[int], Any], done: int) -> None:
+    report(first + done)
 
 
 def _new_search(config: EngineConfig, groups: int, prompts: Sequence[BeamPrompt]) -> NewSearch:
