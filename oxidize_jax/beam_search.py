@@ -34,8 +34,9 @@ from oxidize_jax.text.detokenizer import IncrementalDetokenizer
 from oxidize_jax.text.tokenizer import Tokenizer
 from oxidize_jax.types import replace
 
-GROUPS_AT_ONCE = 32
-"""Most prompts in one program; more are searched after one another."""
+GROUPS = (1, 4, 16)
+"""Prompts that one program has room for; each number is compiled on its own. More than the last
+are searched after one another."""
 STEPS = 64
 """Steps that the device makes before the host looks whether it is done."""
 _SHORTEST = 64
@@ -109,8 +110,8 @@ def search_prompts(
     ``report`` is told now and then how many are done.
     """
     outputs: list[BeamSearchOutput] = []
-    for first in range(0, len(prompts), GROUPS_AT_ONCE):
-        wave = prompts[first : first + GROUPS_AT_ONCE]
+    for first in range(0, len(prompts), GROUPS[-1]):
+        wave = prompts[first : first + GROUPS[-1]]
         tell = partial(_report_from, first, report)
         beams, cached = find_beams(engine, wave, params, stop_ids, tell)
         for group, prompt in enumerate(wave):
@@ -131,10 +132,15 @@ def find_beams(
     stop_ids: tuple[int, ...],
     report: Callable[[int], Any],
 ) -> tuple[Beams, np.ndarray]:
-    """``(beams, prompt tokens from the prefix cache i32[G])`` of prompts, on the host."""
-    width, groups = params.beam_width, _power_of_two(len(prompts))
+    """``(beams, prompt tokens from the prefix cache i32[G])`` of up to 16 prompts, on the host.
+
+    ``stop_ids`` are padded with -1 to as many as there are ever, for their number is compiled in.
+    """
+    width = params.beam_width
+    groups = next(size for size in GROUPS if size >= len(prompts))
     longest = max(len(prompt.token_ids) + prompt.max_tokens for prompt in prompts)
-    length = min(engine.config.max_model_len, _power_of_two(max(longest, _SHORTEST)))
+    length = max(longest, _SHORTEST)
+    length = min(engine.config.max_model_len, 1 << (length - 1).bit_length())
     config = search_config(engine.config, width, groups, length)
     rules = make_rules(params, stop_ids, length)
     new = _new_search(config, groups, prompts)
@@ -212,7 +218,3 @@ def _sequences(
             )
         )
     return tuple(sequences)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

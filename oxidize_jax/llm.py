@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import random
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from oxidize_jax.beam_search import check_beam_prompt, check_search, search_prompts
+from oxidize_jax.beam_search import BeamPrompt, check_beam_prompt, check_search, search_prompts
 from oxidize_jax.compile_cache import enable_compile_cache
 from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
@@ -181,7 +181,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params is {type(params).__name__}: give a BeamSearchParams.")
-        stop_ids = () if params.ignore_eos else self._eos
+        stop_ids = (-1,) * len(self._eos) if params.ignore_eos else self._eos
         vocab_size, given = self.model_config.vocab_size, as_prompts(prompts)
         check_search(self.config, vocab_size, params, len(stop_ids))
         checked = []
@@ -196,19 +196,10 @@ class LLM:
         shown = self._progress if use_tqdm is None else use_tqdm
         try:
             with progress_bar(len(checked), shown=shown) as bar, self._engine_lock:
-                return search_prompts(
-                    self.engine,
-                    self.tokenizer,
-                    checked,
-                    params,
-                    stop_ids,
-                    lambda done: bar.update(done - bar.n),
-                )
+                return self._search(checked, params, stop_ids, lambda n: bar.update(n - bar.n))
         finally:
             with self._news:
-                # A failure has reset the engine, and nobody must wait for what it ran.
-                self._lost.update(i for i in self._running if not self.engine.has(i))
-                self._news.notify_all()
+                self._news.notify_all()  # that the engine can be run again
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -243,6 +234,21 @@ class LLM:
             self.engine.reset_prefix_cache()
         with self._news:
             self._news.notify_all()  # that the engine can be run again
+
+    def _search(
+        self,
+        prompts: Sequence[BeamPrompt],
+        params: BeamSearchParams,
+        stop_ids: tuple[int, ...],
+        report: Callable[[int], Any],
+    ) -> list[BeamSearchOutput]:
+        """The search itself; if it fails, the engine has lost what it ran."""
+        try:
+            return search_prompts(self.engine, self.tokenizer, prompts, params, stop_ids, report)
+        except BaseException:
+            with self._news:
+                self._lost.update(i for i in self._running if not self.engine.has(i))
+            raise
 
     def _groups(
         self,

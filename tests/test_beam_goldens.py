@@ -38,7 +38,7 @@ def kind(case):
 
 
 CASES = {name: list(group) for name, group in itertools.groupby(sorted(TINY, key=kind), key=kind)}
-QUICK = [("gqa_tied", 4, 1), ("gqa_wide_heads", 2, 2), ("mha_biased", 8, 1)]
+QUICK = [("gqa_tied", 4, 1), ("mha_biased", 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_goldens_are_many_and_clear():
 def test_tiny_checkpoints(engines, name):
     engine = engines(name[0])
     for case in CASES[name]:
-        params, stop_ids = params_of(case), tuple(case["stop_ids"])
+        params, stop_ids = params_of(case), tuple(case["stop_ids"] or [-1])
         vocab = engine.model.vocab_size
         prompt = check_beam_prompt(CONFIG, vocab, params, None, tuple(case["prompt_ids"]), 0)
         beams, _ = find_beams(engine, [prompt], params, stop_ids, lambda _: None)

@@ -38,17 +38,22 @@ def expected(llm, output, params):
     return found
 
 
+def search(llm, prompt, params=BEAMS):
+    """Two prompts at least, as in the other tests: that is one program."""
+    return llm.beam_search([prompt, "b"], params)[0]
+
+
 def test_sequences_text_and_scores(llm):
     outputs = llm.beam_search(PROMPTS, BEAMS)
     assert [output.prompt for output in outputs] == PROMPTS
-    (end,) = llm.tokenizer.eos_token_ids
+    ends = llm.tokenizer.eos_token_ids
     for output in outputs:
         found = expected(llm, output, BEAMS)
         assert [s.token_ids for s in output.sequences] == [f.tokens for f in found]
         for sequence, other in zip(output.sequences, found, strict=True):
             assert sequence.score == pytest.approx(other.score, rel=1e-4)
             assert sequence.cumulative_logprob == pytest.approx(other.logprob, rel=1e-4)
-            stopped = sequence.token_ids[-1] == end
+            stopped = sequence.token_ids[-1] in ends
             assert sequence.finish_reason == ("stop" if stopped else "length")
             shown = sequence.token_ids[:-1] if stopped else sequence.token_ids
             assert sequence.text == llm.tokenizer.decode(shown)
@@ -78,15 +83,15 @@ def test_nothing_is_compiled_again_for_other_prompts_and_values(llm):
 
 def test_the_prefix_cache_is_shared_with_sampling(llm):
     text = "a prompt that nobody else has, 1234567890"
-    (first,) = llm.beam_search(text, BEAMS)
+    first = search(llm, text)
     assert first.usage.cached_tokens == 0
     (sampled,) = llm.generate(text, SamplingParams(max_tokens=4, temperature=0))
     assert sampled.usage.cached_tokens >= 36
     llm.reset_prefix_cache()
-    (again,) = llm.beam_search(text, BEAMS)
+    again = search(llm, text)
     assert again.usage.cached_tokens == 0
     assert again.sequences == first.sequences
-    (third,) = llm.beam_search(text, BEAMS)
+    third = search(llm, text)
     assert third.usage.cached_tokens >= 36
     assert third.sequences == first.sequences
 
@@ -94,7 +99,7 @@ def test_the_prefix_cache_is_shared_with_sampling(llm):
 def test_streams_and_other_threads_go_on_around_a_search(llm):
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
     (alone,) = llm.generate("The sun", params)
-    (found,) = llm.beam_search("The sea", BEAMS)
+    found = search(llm, "The sea")
     texts, results = [], []
     stream = llm.stream("The sun", params)
     texts.append(next(stream).text)
@@ -102,7 +107,7 @@ def test_streams_and_other_threads_go_on_around_a_search(llm):
         target=lambda: results.extend(llm.generate(["The sun", "The sun"], params))
     )
     worker.start()
-    assert llm.beam_search("The sea", BEAMS)[0].sequences == found.sequences
+    assert search(llm, "The sea").sequences == found.sequences
     texts += [delta.text for delta in stream]
     worker.join()
     assert "".join(texts) == alone.outputs[0].text
@@ -111,7 +116,7 @@ def test_streams_and_other_threads_go_on_around_a_search(llm):
 
 def test_the_longest_is_bounded_by_max_model_len(llm):
     prompt = list(range(5, 62))
-    (output,) = llm.beam_search([prompt], dataclasses.replace(BEAMS, max_tokens=99))
+    output = search(llm, prompt, dataclasses.replace(BEAMS, max_tokens=99))
     assert max(len(s.token_ids) for s in output.sequences) == 64 - 57
     assert len(output.sequences) == 4
 
@@ -126,10 +131,10 @@ def test_a_failed_search_loses_what_ran_and_the_engine_goes_on(llm, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("oxidize_jax.beam_search.run_search", fail)
         with pytest.raises(RuntimeError, match=r"a step failed and 1 running .* \(no memory\)"):
-            llm.beam_search("a", BEAMS)
+            search(llm, "a")
     with pytest.raises(RuntimeError, match="was lost in a failed step of another caller"):
         list(stream)
-    assert len(llm.beam_search("a", BEAMS)[0].sequences) == 4
+    assert len(search(llm, "a").sequences) == 4
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_parameters_are_checked(changes, words):
 
 def test_temperature_0_and_1_say_the_same(llm):
     hot = dataclasses.replace(BEAMS, temperature=1)
-    assert llm.beam_search("a", hot) == llm.beam_search("a", BEAMS)
+    assert search(llm, "a", hot) == search(llm, "a")
 
 
 def test_best_of_returns_the_likeliest_of_all(llm):

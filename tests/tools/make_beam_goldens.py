@@ -8,8 +8,8 @@ Run once, where torch and transformers 5 are installed (neither is needed by the
 ``tests/goldens/beams_tiny.json`` holds searches of the checkpoints in ``llama_tiny``, with ids
 that end a sequence chosen among their likeliest tokens. ``beams_smollm2.json`` holds searches of
 the real model behind prompts of ``smollm2_greedy.json``. Each has the sequences without the
-prompt, best first, their scores, and ``margin``: the least distance of two sums that the search
-told apart, by ``reference_beams`` (which must find the same); those below 0.001 are left out.
+prompt, best first, their scores, and ``margin``: the least distance of what the search told
+apart, by ``reference_beams``, which must find the same; those below 0.001 are left out.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def make_tiny() -> list[dict[str, Any]]:
         settings = list(itertools.product((2, 4, 8), PENALTIES, EARLY))
         for index, (width, penalty, early) in enumerate(settings):
             ends = [(), likely[:1], likely[:2]][(index // 2) % 3]
-            for _ in range(20):
+            for _ in range(10):
                 prompt = torch.randint(0, model.config.vocab_size, (3 + index % 7,)).tolist()
                 case = run(model, prompt, width, 12, ends, penalty, early)
                 if case["margin"] >= LEAST_MARGIN:
                     cases.append({"model": folder.name, **case})
                     break
+        print(folder.name, len(cases), flush=True)
     return cases
 
 

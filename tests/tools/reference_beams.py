@@ -8,6 +8,7 @@ bound on what may still come, and the three kinds of early stopping.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -37,53 +38,66 @@ def beam_search(
 ) -> tuple[list[Found], float]:
     """``(hypotheses, margin)``, best first.
 
-    ``logits`` gives f32[V] for a whole sequence. ``margin`` is the least distance between two
-    sums that were told apart: of the last taken and the first left out, and of neighbours
-    among those taken.
+    ``logits`` gives f32[V] for a whole sequence. ``margin`` is the least distance between what
+    was told apart: the last beam or hypothesis taken and the first left out, hypotheses that
+    are neighbours in the end, and what may still come and the worst hypothesis.
     """
     beams: list[tuple[list[int], np.float32]] = [([], np.float32(0))]
     pool: list[Found] = []
     keep = max(2, 1 + len(stop_ids)) * width
-    margin = np.inf
+    gaps = Gaps()
     for length in range(1, max_tokens + 1):
         sums = np.stack([_log_softmax(logits([*prompt, *t])) + total for t, total in beams])
         flat = sums.reshape(-1)
         order = np.argsort(-flat, kind="stable")
-        margin = min(margin, float(np.min(flat[order[:-1]][:keep] - flat[order[1:]][:keep])))
         candidates = [
-            ([*beams[i // sums.shape[1]][0], int(i % sums.shape[1])], flat[i]) for i in order[:keep]
+            ([*beams[i // sums.shape[1]][0], int(i % sums.shape[1])], flat[i])
+            for i in order[: 2 * keep]
         ]
         ends = [t[-1] in stop_ids or length == max_tokens for t, _ in candidates]
-        beams = [c for c, end in zip(candidates, ends, strict=True) if not end][:width]
+        going = [c for c, end in zip(candidates, ends, strict=True) if not end]
+        gaps.cut([total for _, total in going], width)
+        if any(ends[: 2 * width]):
+            gaps.cut([total for _, total in candidates], width)
+        beams = going[:width]
         divisor = np.float32(float(length) ** length_penalty)
         new = [
             Found(tuple(t), total / divisor, total)
             for (t, total), end in zip(candidates[:width], ends, strict=False)
             if end
         ]
-        pool = sorted(pool + new, key=lambda found: -found.score)[:width]
-        if length == max_tokens or _is_over(
-            pool, beams[0][1], width, length, max_tokens, length_penalty, early_stopping
-        ):
+        pool = sorted(pool + new, key=lambda found: -found.score)
+        gaps.cut([found.score for found in pool], width)
+        pool = pool[:width]
+        if length == max_tokens:
             break
-    return pool, margin
+        reach = max_tokens if early_stopping == "never" and length_penalty > 0 else length
+        best = beams[0][1] / np.float32(float(reach) ** length_penalty)
+        full = len(pool) == width
+        if full and early_stopping is True:
+            break
+        worst = pool[-1].score if full else NONE
+        gaps.note(best - worst)
+        if not best > worst:
+            break
+    for one, other in itertools.pairwise(pool):
+        gaps.note(one.score - other.score)
+    return pool, gaps.least
 
 
-def _is_over(
-    pool: list[Found],
-    best: np.float32,
-    width: int,
-    length: int,
-    max_tokens: int,
-    length_penalty: float,
-    early_stopping: bool | str,
-) -> bool:
-    full = len(pool) == width
-    if full and early_stopping is True:
-        return True
-    reach = max_tokens if early_stopping == "never" and length_penalty > 0 else length
-    worst = pool[-1].score if full else NONE
-    return not best / np.float32(float(reach) ** length_penalty) > worst
+class Gaps:
+    """The least of the distances that it is told."""
+
+    def __init__(self) -> None:
+        self.least = np.inf
+
+    def note(self, distance: float) -> None:
+        self.least = min(self.least, abs(float(distance)))
+
+    def cut(self, values: Sequence[float], count: int) -> None:
+        """Of ``values``, largest first, ``count`` are taken."""
+        if len(values) > count:
+            self.note(values[count - 1] - values[count])
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
