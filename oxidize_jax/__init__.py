@@ -13,6 +13,8 @@ __all__ = [
     "POOL_EXHAUSTED",
     "REFUSED",
     "STOPPED",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "GenerateConfig",
@@ -32,6 +34,8 @@ __all__ = [
 _HOMES = {
     "LLM": "oxidize_jax.llm",
     "SamplingParams": "oxidize_jax.sampling.params",
+    "BeamSearchParams": "oxidize_jax.sampling.beam_params",
+    "BeamSearchOutput": "oxidize_jax.outputs",
     "EngineConfig": "oxidize_jax.config",
     "RequestOutput": "oxidize_jax.outputs",
     "CompletionOutput": "oxidize_jax.outputs",
@@ -68,7 +72,13 @@ if TYPE_CHECKING:
         request_keys,
     )
     from oxidize_jax.llm import LLM
-    from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
+    from oxidize_jax.outputs import (
+        BeamSearchOutput,
+        CompletionOutput,
+        RequestOutput,
+        StreamDelta,
+    )
+    from oxidize_jax.sampling.beam_params import BeamSearchParams
     from oxidize_jax.sampling.params import SamplingParams
     from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta, Usage
@@ -125,7 +127,7 @@ class Completion:
 
 
 class Group:
-    """One prompt with its ``n`` completions."""
+    """One prompt with its completions: ``n``, or ``best_of`` where that is given."""
 
     def __init__(
         self,
@@ -168,10 +170,18 @@ class Group:
             request_id=self.ids[0],
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(c.output() for c in self.completions),
+            outputs=self._returned(),
             usage=Usage(
                 prompt_tokens=len(self.prompt_token_ids),
                 completion_tokens=self.num_tokens,
                 cached_tokens=self.completions[0].num_cached_tokens,
             ),
         )
+
+    def _returned(self) -> tuple[CompletionOutput, ...]:
+        """All completions; with ``best_of`` the likeliest ``n`` of them, the first of equals."""
+        outputs = [completion.output() for completion in self.completions]
+        if self.params.best_of is None:
+            return tuple(outputs)
+        best = sorted(outputs, key=lambda output: -output.cumulative_logprob)[: self.params.n]
+        return tuple(dataclasses.replace(output, index=i) for i, output in enumerate(best))

@@ -6,10 +6,11 @@ import dataclasses
 import difflib
 import random
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from oxidize_jax.beam_search import BeamPrompt, check_beam_prompt, check_search, search_prompts
 from oxidize_jax.compile_cache import enable_compile_cache
 from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
@@ -23,7 +24,7 @@ from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
-from oxidize_jax.outputs import RequestOutput, StreamDelta
+from oxidize_jax.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from oxidize_jax.progress import progress_bar
 from oxidize_jax.prompts import (
     CacheSalts,
@@ -35,6 +36,7 @@ from oxidize_jax.prompts import (
     as_prompts,
     single_text_or_ids,
 )
+from oxidize_jax.sampling.beam_params import BeamSearchParams
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.startup import start
@@ -160,13 +162,59 @@ class LLM:
             group.prompt = self.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
         return self._run(groups, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest continuations of each prompt; results in the order of the prompts.
+
+        They are transformers' (``generate(num_beams=k, num_return_sequences=k)``). All prompts
+        are searched side by side in one program, as far as ``max_num_seqs`` has rows for
+        ``beam_width`` of each; it is compiled the first time. What other threads run meanwhile
+        is preempted, and goes on afterwards.
+
+        Raises:
+          ValueError: a prompt or a parameter cannot be used; then nothing has run.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is {type(params).__name__}: give a BeamSearchParams.")
+        stop_ids = (-1,) * len(self._eos) if params.ignore_eos else self._eos
+        vocab_size, given = self.model_config.vocab_size, as_prompts(prompts)
+        check_search(self.config, vocab_size, params, len(stop_ids))
+        checked = []
+        for i, prompt in enumerate(given):
+            try:
+                text, ids = self._encode(prompt)
+                salt = self._salts.number(prompt)
+                checked.append(check_beam_prompt(self.config, vocab_size, params, text, ids, salt))
+            except ValueError as error:
+                where = f"prompts[{i}]: " if len(given) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        shown = self._progress if use_tqdm is None else use_tqdm
+        try:
+            with progress_bar(len(checked), shown=shown) as bar, self._engine_lock:
+                return self._search(checked, params, stop_ids, lambda n: bar.update(n - bar.n))
+        finally:
+            with self._news:
+                self._news.notify_all()  # that the engine can be run again
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[StreamDelta]:
         """Yield the text of one prompt as it is made; ``generate`` gives the same in one piece.
 
         The prompt is checked at the call. Closing the iterator aborts the request.
+
+        Raises ValueError for ``best_of`` above ``n``: nobody knows the best before the end.
         """
+        if sampling_params is not None and sampling_params.num_sampled > sampling_params.n:
+            raise ValueError(
+                f"best_of={sampling_params.best_of}: which {sampling_params.n} are the best is "
+                "known at the end only; use generate, or leave best_of out."
+            )
         (group,) = self._groups([prompt], sampling_params)
         return self._stream(group)
 
@@ -186,6 +234,21 @@ class LLM:
             self.engine.reset_prefix_cache()
         with self._news:
             self._news.notify_all()  # that the engine can be run again
+
+    def _search(
+        self,
+        prompts: Sequence[BeamPrompt],
+        params: BeamSearchParams,
+        stop_ids: tuple[int, ...],
+        report: Callable[[int], Any],
+    ) -> list[BeamSearchOutput]:
+        """The search itself; if it fails, the engine has lost what it ran."""
+        try:
+            return search_prompts(self.engine, self.tokenizer, prompts, params, stop_ids, report)
+        except BaseException:
+            with self._news:
+                self._lost.update(i for i in self._running if not self.engine.has(i))
+            raise
 
     def _groups(
         self,
@@ -231,7 +294,7 @@ class LLM:
             salt=self._salts.number(prompt),
         )
         self.engine.validate(request)
-        keys = [child_key(seed, child).tolist() for child in range(params.n)]
+        keys = [child_key(seed, child).tolist() for child in range(params.num_sampled)]
         return Group(text, params, request, [(first, second) for first, second in keys])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:

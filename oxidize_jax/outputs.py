@@ -80,3 +80,38 @@ class StreamDelta:
     """Ids generated since the last delta; their text may still be held back."""
     finish_reason: str | None
     stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found."""
+
+    text: str
+    """Without the text of the end-of-sequence token."""
+    token_ids: tuple[int, ...]
+    """All new ids, the end-of-sequence token included."""
+    cumulative_logprob: float
+    """Sum of the logprobs of ``token_ids``."""
+    score: float
+    """``cumulative_logprob / len(token_ids) ** length_penalty``"""
+    finish_reason: str
+    """``stop`` or ``length``"""
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    """What a beam search found for one prompt."""
+
+    prompt: str | None
+    """The text that was encoded; None for token ids."""
+    prompt_token_ids: tuple[int, ...]
+    sequences: tuple[BeamSearchSequence, ...]
+    """``beam_width`` of them, best first."""
+    usage: Usage
+    """Completion tokens are those of ``sequences``."""
+
+    def _repr_markdown_(self) -> str:
+        return "\n\n---\n\n".join(sequence.text for sequence in self.sequences)

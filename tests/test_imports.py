@@ -23,7 +23,7 @@ LAYERS = [
     {"text"},
     {"engine"},
     {"outputs", "options", "prompts"},
-    {"completion", "startup"},
+    {"beam_search", "completion", "startup"},
     {"llm"},
     {"bench"},
     {"cli"},

@@ -11,6 +11,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from oxidize_jax.cli.backend import start_backend
+from oxidize_jax.cli.beams import (
+    BeamCompletion,
+    add_beam_options,
+    beam_options,
+    beam_params,
+    search,
+)
 from oxidize_jax.cli.models import announce_fetch
 from oxidize_jax.cli.parser import (
     Parser,
@@ -41,6 +48,7 @@ examples:
   oxidize-jax generate "What is the capital of France?"
   oxidize-jax generate --raw --max-tokens 40 "Once upon a time"
   oxidize-jax generate --temperature 0.8 --top-p 0.95 --n 3 "Write a title for a sea story."
+  oxidize-jax generate --beam-width 4 --length-penalty 0.8 "Translate to French: good morning"
   oxidize-jax generate --file prompts.txt --json | jq -r '.outputs[0].text'
   oxidize-jax generate --model ~/models/some.gguf --config configs/cpu.toml "Hello"
   cat letter.txt | oxidize-jax generate --system "Summarise the letter in one sentence." """
@@ -93,12 +101,14 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         "--stats", action="store_true", help="times, speed and memory, on standard error"
     )
     add_sampling_options(parser)
+    add_beam_options(parser)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print. What the arguments alone can show to be wrong is refused first."""
     params = sampling_params(args)
+    beams = beam_params(args, params)
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs: log probabilities are written with --json only; add it.")
     if args.system is not None and args.chat is False:
@@ -109,15 +119,21 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(status.clear)
         status.show("starting ...")
         options = llm_options(args, len(texts), params, longest=max(map(len, texts), default=0))
+        if beams is not None:
+            options = beam_options(options, beams)
         _check_logprobs(params, options)
         stack.enter_context(stats.listening())
         llm = _load(options, status)
         stats.loaded()
         prompts = [_encode(llm, text, args) for text in texts]
-        if len(texts) == 1 and params.n == 1 and not args.json:
+        if len(texts) == 1 and params.num_sampled == 1 and not args.json and beams is None:
             _stream(llm, prompts[0], params, status, stats)
         else:
-            outputs = llm.generate(prompts, params)
+            outputs = (
+                llm.generate(prompts, params)
+                if beams is None
+                else search(llm, prompts, params, beams)
+            )
             status.clear()
             stats.count(outputs)
             _print_all(texts, outputs, as_json=args.json)
@@ -140,7 +156,7 @@ def llm_options(
     long as the default's longest, which takes a third of the first start.
     """
     options = engine_options(args)
-    sizes = [size for size in _SIZES if size >= count * params.n]
+    sizes = [size for size in _SIZES if size >= count * (args.beam_width or params.num_sampled)]
     if sizes:
         options.setdefault("max_num_seqs", sizes[0])
         if longest < _LONG_TEXT:
@@ -279,6 +295,7 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "cumulative_logprob": _finite(completion.cumulative_logprob),
         "logprobs": _token_records(completion),
+        **({"score": _finite(completion.score)} if isinstance(completion, BeamCompletion) else {}),
     }
 
 

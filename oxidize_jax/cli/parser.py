@@ -113,6 +113,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("seed", _whole_or_none, "N", "draw other samples; the same seed gives a prompt the same "
         "text. Without it, the same command gives the same text")  # fmt: skip
     add("n", int, "N", "completions of each prompt (default: 1)")
+    add("best_of", _whole_or_none, "N", "sample N completions and write the --n likeliest of them")
     add("logprobs", _whole_or_none, "N", "with --json: log probabilities of N alternatives for "
         "each token; 0: of the chosen token alone")  # fmt: skip
     group.add_argument(

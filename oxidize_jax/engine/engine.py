@@ -23,7 +23,7 @@ import dataclasses
 import heapq
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ import numpy as np
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
-from oxidize_jax.engine.recorder import NoRecorder
+from oxidize_jax.engine.recorder import NoRecorder, Recorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.step import EngineState, Model, Params
 from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
@@ -219,6 +219,28 @@ class Engine:
                 self._requests[child] = Running(slot, request, parent.cursor)
                 self._news += [dataclasses.replace(update, request_id=child) for update in told]
             return ids
+
+    @property
+    def checks_invariants(self) -> bool:
+        """Whether the state is checked after every run."""
+        return self._check
+
+    def lend(self, borrow: Callable[[EngineState], EngineState]) -> None:
+        """Let another program use the pool and the cache of the state that ``borrow`` gets.
+
+        Every block in it is free or cached, no row is taken, and so it must be given back; it may
+        be donated. Whoever runs is preempted and goes on with the next :meth:`step`. The prefix
+        cache stays. Raises ValueError where events are recorded: a replay would miss this one.
+        """
+        if isinstance(self._recorder, Recorder):
+            raise ValueError("a beam search cannot be recorded: make the LLM without trace.")
+        with self._guarded():
+            self._send_aborts()
+            while self._in_flight:
+                self._read()
+            self._update(programs.preempt_all(self.state.scheduler))
+            self.state = borrow(self.state)
+            self._steps = int(self.state.scheduler.totals.steps)
 
     def reset_prefix_cache(self) -> None:
         """Let nothing computed so far be hit again: call it when ``params`` have changed.

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
+from oxidize_jax.scheduler import beams, reset
 from oxidize_jax.scheduler import fork as forks
-from oxidize_jax.scheduler import reset
 from oxidize_jax.scheduler import submit as submission
 from oxidize_jax.scheduler.state import SchedulerState, init_scheduler
 from oxidize_jax.types import replace, state
@@ -67,7 +67,7 @@ def start(config: EngineConfig, model: Model, secret: Any) -> EngineState:
     return init_state(config, model, secret)
 
 
-_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 """XLA:CPU takes half of what AVX-512 has unless told otherwise; elsewhere it says nothing."""
 
 
@@ -84,7 +84,7 @@ def run(
     return traced_run(config, model, params, state, limit)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=_OPTIONS)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=COMPILER_OPTIONS)
 def traced_run(
     config: EngineConfig, model: Model, params: Params, state: EngineState, limit: jax.Array
 ) -> EngineState:
@@ -158,6 +158,12 @@ def fork(
 ) -> tuple[SchedulerState, jax.Array]:
     """:func:`~oxidize_jax.scheduler.fork.fork`"""
     return forks.fork(config, state, new)
+
+
+@partial(jax.jit, donate_argnums=0)
+def preempt_all(state: SchedulerState) -> SchedulerState:
+    """:func:`~oxidize_jax.scheduler.beams.preempt_all`"""
+    return beams.preempt_all(state)
 
 
 @partial(jax.jit, donate_argnums=0)

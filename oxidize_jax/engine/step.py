@@ -81,18 +81,18 @@ def run_steps(
 
     def goes_on(carry: tuple[EngineState, Room, jax.Array, jax.Array]) -> jax.Array:
         state, _, turn, steps = carry
-        return ((turn == 0) | _has_plan(state)) & (steps < limit)
+        return ((turn == 0) | has_plan(state)) & (steps < limit)
 
     def body(
         carry: tuple[EngineState, Room, jax.Array, jax.Array],
     ) -> tuple[EngineState, Room, jax.Array, jax.Array]:
         state, room, turn, steps = carry
-        steps = steps + _has_plan(state).astype(jnp.int32)
+        steps = steps + has_plan(state).astype(jnp.int32)
         state, room = _step(config, model, shapes, params, state, room)
         return state, room, turn + 1, steps
 
     zero = jnp.zeros((), jnp.int32)
-    return lax.while_loop(goes_on, body, (state, _room(model, shapes), zero, zero))[0]
+    return lax.while_loop(goes_on, body, (state, empty_room(model, shapes), zero, zero))[0]
 
 
 def engine_step(
@@ -108,7 +108,7 @@ def engine_step(
     must hold every plan.
     """
     shapes = shapes or buckets(config)
-    return _step(config, model, shapes, params, state, _room(model, shapes))[0]
+    return _step(config, model, shapes, params, state, empty_room(model, shapes))[0]
 
 
 Room = dict[int, tuple[jax.Array, jax.Array]]
@@ -116,7 +116,8 @@ Room = dict[int, tuple[jax.Array, jax.Array]]
 alike share one sampler. Kept from step to step, so that nothing is cleared."""
 
 
-def _room(model: Model, shapes: tuple[Bucket, ...]) -> Room:
+def empty_room(model: Model, shapes: tuple[Bucket, ...]) -> Room:
+    """Room for the logits of ``shapes``."""
     return {
         n: (jnp.zeros((n, model.vocab_size), jnp.float32), jnp.zeros((n,), jnp.int32))
         for n in sorted({shape.samples for shape in shapes})
@@ -149,9 +150,33 @@ def _execute(
     state: EngineState,
     room: Room,
 ) -> tuple[Any, Room, SampleOutput, jax.Array]:
-    """Run the model in the smallest shape that holds the plan.
+    """Run the plan, and sample.
 
     Returns ``(kv, room, samples by row, tokens of the requests, unchanged)``.
+    """
+    scheduler = state.scheduler
+    kv, room, taken = execute_plan(config, model, shapes, params, state, room)
+    # The tokens go through the loops: XLA copies a large array that one closes over and that
+    # is changed afterwards.
+    drawn = (_no_samples(config), scheduler.requests.tokens)
+    for size, (logits, rows) in room.items():
+        sampler = partial(_sampled, config, scheduler, logits, rows)
+        drawn = apply_if(taken == size, sampler, drawn)
+    return kv, room, *drawn
+
+
+def execute_plan(
+    config: EngineConfig,
+    model: Model,
+    shapes: tuple[Bucket, ...],
+    params: Params,
+    state: EngineState,
+    room: Room,
+) -> tuple[Any, Room, jax.Array]:
+    """Run the model in the smallest shape that holds the plan.
+
+    Returns ``(kv, room, taken i32[])``: the logits are those of ``room[taken]``; where nothing
+    is planned ``taken`` is 0.
 
     Each shape is a loop that runs once or not at all. A conditional would do, but XLA copies
     the whole cache to get it into and out of a conditional, and loops work in place.
@@ -178,14 +203,7 @@ def _execute(
 
         carry = lax.while_loop(is_due, run, carry)
     kv, room, _ = carry
-    # The tokens go through the loops: XLA copies a large array that one closes over and that
-    # is changed afterwards.
-    drawn = (_no_samples(config), scheduler.requests.tokens)
-    taken = jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
-    for size, (logits, rows) in room.items():
-        sampler = partial(_sampled, config, scheduler, logits, rows)
-        drawn = apply_if(taken == size, sampler, drawn)
-    return kv, room, *drawn
+    return kv, room, jnp.array([shape.samples for shape in shapes] + [0], jnp.int32)[chosen]
 
 
 def _sampled(
@@ -221,7 +239,8 @@ def _no_samples(config: EngineConfig) -> SampleOutput:
     )
 
 
-def _has_plan(state: EngineState) -> jax.Array:
+def has_plan(state: EngineState) -> jax.Array:
+    """bool[]: something is planned."""
     return jnp.any(state.scheduler.plan.num_scheduled > 0)
 
 

@@ -38,6 +38,10 @@ class SamplingParams:
 
     n: int = 1
     """Completions of the prompt, 1 to :data:`MAX_N`."""
+    best_of: int | None = None
+    """Completions to sample, ``n`` to :data:`MAX_N`, of which the ``n`` of the highest cumulative
+    logprob are returned, best first; None: ``n``, in the order of their seeds. Usage counts the
+    tokens of all."""
     temperature: float = 1.0
     """0 to :data:`MAX_TEMPERATURE`. 0 is greedy: the likeliest token, whatever ``top_p``,
     ``top_k``, ``min_p`` and ``typical_p`` are; penalties, bias and bans change it."""
@@ -88,6 +92,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "n", _integer("n", self.n, 1, MAX_N))
+        if self.best_of is not None:
+            hint = "use None for n"
+            set_(self, "best_of", _integer("best_of", self.best_of, 1, MAX_N, hint))
+            if self.best_of < self.n:
+                raise ValueError(
+                    f"best_of={self.best_of} is below n={self.n}: raise best_of or lower n."
+                )
         set_(self, "temperature", _temperature(self.temperature))
         set_(self, "top_p", _share("top_p", self.top_p))
         set_(self, "typical_p", _share("typical_p", self.typical_p))
@@ -128,6 +139,11 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: must be true or false.")
+
+    @property
+    def num_sampled(self) -> int:
+        """Completions that are sampled: ``best_of``, or else ``n``."""
+        return self.n if self.best_of is None else self.best_of
 
 
 def _temperature(value: Any) -> float:

@@ -36,11 +36,12 @@ def commit(
     Args:
       sample_rows: i32[C], padding S: the row of each lane of ``sampled``.
     """
-    state = _advance(config, state)
+    state = advance(config, state)
     return _append(state, sample_rows, sampled)
 
 
-def _advance(config: EngineConfig, state: SchedulerState) -> SchedulerState:
+def advance(config: EngineConfig, state: SchedulerState) -> SchedulerState:
+    """Count the computed tokens, and register the blocks that became full."""
     requests, rows, scheduled = state.requests, state.rows, state.plan.num_scheduled
     computed = requests.num_computed.at[rows.request].add(scheduled, mode="drop")
     kv_len = jnp.maximum(rows.kv_len, at_index(computed, rows.request, 0))

@@ -92,6 +92,7 @@ def test_every_sampling_option_has_its_flag():
     assert params.logit_bias == ((5, -2.5), (17, 100.0))
     assert params.allowed_token_ids == (5, 17, 3)
     assert params.banned_token_ids == (3,)
+    assert sampling_of("--n", "2", "--best-of", "5").best_of == 5
     assert params.bad_words == ("bad", "worse")
     assert sampling_of() == SamplingParams(max_tokens=256, temperature=0.0)
 
@@ -107,6 +108,7 @@ def test_every_sampling_option_has_its_flag():
         ("--logit-bias", "5:101", "must be from -100 to 100"),
         ("--allowed-token-ids", "5;6", "token ids, as in 5,17"),
         ("--banned-token-ids", "2147483648", "must be a whole number"),
+        ("--best-of", "65", "must be a whole number, 1 to 64"),
     ],
 )
 def test_sampling_flags_refuse_in_words(flag, value, words):
