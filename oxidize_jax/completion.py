@@ -121,7 +121,7 @@ class Completion:
         return tail
 
     def _spell(self, token: int) -> str:
-        return self._tokenizer.bytes_of([token]).decode("utf-8", "replace")
+        return spell(self._tokenizer, token)
 
 
 class Group:
@@ -141,6 +141,7 @@ class Group:
         self.keys = keys
         self.ids: list[int] = []
         self.completions: list[Completion] = []
+        self.prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
     @property
     def num_unshown(self) -> int:
@@ -174,4 +175,10 @@ class Group:
                 completion_tokens=self.num_tokens,
                 cached_tokens=self.completions[0].num_cached_tokens,
             ),
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def spell(tokenizer: Tokenizer, token: int) -> str:
+    """One token by itself; bytes that are no character are replaced."""
+    return tokenizer.bytes_of([token]).decode("utf-8", "replace")

@@ -253,7 +253,7 @@ def _generate(
         engine, state.scheduler, jnp.where(runs, slot, engine.max_num_requests), new
     )
     state = replace(state, scheduler=scheduler)
-    params = _leaves(config.model, params)
+    params = model_leaves(config.model, params)
     state = run_steps(engine, config.model, params, state, jnp.int32(_INT32_MAX))
     unrun = jnp.where(valid, jnp.int32(LENGTH), jnp.int32(REFUSED))
     reasons = jnp.where(runs, state.scheduler.requests.finish_reason, unrun)
@@ -323,7 +323,7 @@ def _requests(
     )
 
 
-def _leaves(model: Model, params: Params) -> Params:
+def model_leaves(model: Model, params: Params) -> Params:
     """A trainer's parameters of a Decoder checked, and stored as its loop over layers wants."""
     if not isinstance(model, Decoder):
         return params
