@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,11 +21,13 @@ from oxidize_jax.progress import progress_bar
 from oxidize_jax.prompts import Prompt, as_prompts, single_text_or_ids
 from oxidize_jax.scheduler.submit import check_token_ids
 from oxidize_jax.score_outputs import ContinuationScore, Perplexity, PromptLogprobs, ScoreOutput
+from oxidize_jax.scoring.programs import ScoringModel
 from oxidize_jax.scoring.scorer import Scorer, SequenceScores
 
 if TYPE_CHECKING:
     from oxidize_jax.config import EngineConfig
     from oxidize_jax.engine.engine import Engine
+    from oxidize_jax.model.config import ModelConfig
     from oxidize_jax.sampling.params import SamplingParams
     from oxidize_jax.text.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ class Scores:
     if TYPE_CHECKING:
         config: EngineConfig
         engine: Engine
+        model_config: ModelConfig
         tokenizer: Tokenizer
         _progress: bool
 
@@ -188,7 +191,7 @@ class Scores:
             mean, last = self._scorer.pool(self.engine.params, sequences, progress=bar.update)
         chosen = mean if pooling == "mean" else last
         if not sequences:
-            return np.zeros((0, self.engine.model.config.hidden_size), np.float32)
+            return np.zeros((0, self.model_config.hidden_size), np.float32)
         if not normalize:
             return chosen
         length = np.linalg.norm(chosen, axis=1, keepdims=True)
@@ -224,7 +227,7 @@ class Scores:
     def _scorer(self) -> Scorer:
         config = self.config
         return Scorer(
-            self.engine.model,
+            cast(ScoringModel, self.engine.model),
             max_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from oxidize_jax.engine.step import Params
 from oxidize_jax.llm import LLM
 from oxidize_jax.prompts import Prompt
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.scoring.programs import Params, ScoringModel
+from oxidize_jax.scoring.programs import ScoringModel
 from oxidize_jax.scoring.scorer import Scorer
 from oxidize_jax.types import BLOCK_SIZE
 

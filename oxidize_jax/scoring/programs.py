@@ -16,29 +16,15 @@ import optax
 from jax import lax
 
 from oxidize_jax.batch.descriptor import BatchDescriptor
+from oxidize_jax.engine.step import Model, Params
 from oxidize_jax.types import state
 
 HEAD_TOKENS = 128
 """Tokens that have logits at the same time."""
 
-Params = Any
-"""Pytree of arrays that the model reads."""
 
-
-class ScoringModel(Protocol):
-    """What scoring asks of a model: a :class:`~oxidize_jax.model.functional.Decoder`'s methods.
-
-    Hashable: it is a static argument.
-    """
-
-    @property
-    def vocab_size(self) -> int:
-        """V"""
-        ...
-
-    def init_kv(self, num_blocks: int, block_size: int) -> Any:
-        """The paged cache for all layers, a pytree of arrays."""
-        ...
+class ScoringModel(Model, Protocol):
+    """What scoring asks of a model beside what the engine does. Hashable: a static argument."""
 
     def hidden_states(
         self, params: Params, kv: Any, batch: BatchDescriptor

@@ -21,8 +21,9 @@ from jax import lax
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.engine.generate import model_leaves
 from oxidize_jax.engine.inputs import Prompts, check_prompts
+from oxidize_jax.engine.step import Params
 from oxidize_jax.model.functional import Decoder
-from oxidize_jax.scoring.programs import Params, ScoringModel, score_tokens
+from oxidize_jax.scoring.programs import ScoringModel, score_tokens
 from oxidize_jax.types import BLOCK_SIZE, state
 
 _INT32_MAX = 2**31 - 1

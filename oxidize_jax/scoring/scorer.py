@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from oxidize_jax.engine.step import Params
 from oxidize_jax.scoring.layout import (
     NO_TARGET,
     Chunk,
@@ -28,7 +29,6 @@ from oxidize_jax.scoring.layout import (
     plan_steps,
 )
 from oxidize_jax.scoring.programs import (
-    Params,
     Pooled,
     ScoringModel,
     TokenScores,

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,17 +18,36 @@ PROMPT = "ninechars"
 
 
 @pytest.fixture(scope="module")
-def logprobs_of(llm):
+def dense(llm):
+    """``dense(ids, **leaves) -> f64[n, V]``: logits of the reference, some weights changed."""
+    weights = {n: np.asarray(a) for n, a in llm.engine.params.items()}
+    run = jax.jit(reference_forward, static_argnums=0)
+
+    def logits(ids, **leaves):
+        # What follows a token does not matter to it: one shape for all.
+        padded = np.zeros(64, np.int32)
+        padded[: len(ids)] = ids
+        return np.asarray(run(llm.model_config, weights | leaves, padded), np.float64)[: len(ids)]
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(dense):
     """``logprobs_of(ids) -> f64[n, V]`` by the dense model."""
-    leaves = {n: np.asarray(a) for n, a in llm.engine.params.items()}
 
     def run(ids):
-        logits = reference_forward(llm.model_config, leaves, np.array(ids, np.int32))
-        logits = np.asarray(logits).astype(np.float64)
+        logits = dense(ids)
         shifted = logits - logits.max(axis=-1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def tight(make_llm):
+    """Every row is preempted sooner or later, and a prompt of nine tokens takes two chunks."""
+    return make_llm(num_blocks=14, max_num_batched_tokens=5, policy="decode_first")
 
 
 def check_prompt_logprobs(entries, ids, logprobs, count):
@@ -113,7 +133,7 @@ def test_loglikelihood(llm, logprobs_of):
 
 def test_a_continuation_that_merges_with_its_context_is_scored_with_it(llm, monkeypatch):
     words = {"in": [1, 2], "put": [3], "input": [1, 7], "s": [5], "ins": [9]}
-    monkeypatch.setattr(llm.tokenizer, "encode", lambda text: words[text])
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda _, text: words[text])
     (merged,) = llm.loglikelihood([("in", "put")])
     assert merged.token_ids == (7,)
     with pytest.raises(ValueError, match="one token together"):
@@ -209,15 +229,12 @@ def test_perplexity_refuses(llm, text, options, words):
         llm.perplexity(text, **options)
 
 
-def test_embeddings(llm):
-    leaves = {n: np.asarray(a) for n, a in llm.engine.params.items()}
+def test_embeddings(llm, dense):
     size = llm.model_config.hidden_size
-    leaves["lm_head.weight"] = np.eye(size, dtype=np.float32)
+    # A head of unit vectors shows what it reads.
+    head = {"lm_head.weight": np.eye(size, dtype=np.float32)}
     prompts = ["The sea", "a", "x" * 64]
-    states = [
-        np.asarray(reference_forward(llm.model_config, leaves, np.array(ids, np.int32)))
-        for ids in map(llm.tokenizer.encode, prompts)
-    ]
+    states = [dense(ids, **head) for ids in map(llm.tokenizer.encode, prompts)]
     for pooling, expected in (
         ("mean", [one.mean(axis=0) for one in states]),
         ("last", [one[-1] for one in states]),
@@ -267,15 +284,14 @@ def test_kv17_prompt_logprobs_whatever_is_cached(make_llm, llm, logprobs_of, sha
     assert max(cached) == 8  # so the cache did serve some
 
 
-def test_prompt_logprobs_with_n_neighbours_and_preemption(make_llm, logprobs_of):
-    llm = make_llm(num_blocks=14, max_num_batched_tokens=5, policy="decode_first")
+def test_prompt_logprobs_with_n_neighbours_and_preemption(tight, logprobs_of):
     prompts = [PROMPT, "ab" * 9, "Hello there", "x"]
     params = [
         SamplingParams(max_tokens=9, ignore_eos=True, seed=1, n=n, prompt_logprobs=k)
         for n, k in ((2, 0), (1, None), (1, 3), (1, 1))
     ]
-    outputs = llm.generate(prompts, params)
-    assert int(llm.engine.state.scheduler.totals.preemptions) > 0
+    outputs = tight.generate(prompts, params)
+    assert int(tight.engine.state.scheduler.totals.preemptions) > 0
     for output, one in zip(outputs, params, strict=True):
         if one.prompt_logprobs is None:
             assert output.prompt_logprobs is None
