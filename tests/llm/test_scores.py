@@ -59,8 +59,6 @@ def check_prompt_logprobs(entries, ids, logprobs, count):
         for i, one in entry.items():
             assert one.rank == best.index(i) + 1
             assert one.logprob == pytest.approx(row[i], **NEAR)
-    spelled = entries[1][ids[1]].decoded_token
-    assert spelled == chr(ids[1]) or len(spelled) >= 1
 
 
 def test_score_of_text_and_ids(llm, logprobs_of):
@@ -74,6 +72,8 @@ def test_score_of_text_and_ids(llm, logprobs_of):
     assert one.token_logprobs[1:] == pytest.approx(chosen, **NEAR)
     assert one.token_ranks == two.token_ranks
     check_prompt_logprobs(one.prompt_logprobs, ids, logprobs, 3)
+    pairs = zip(one.prompt_logprobs[1:], ids[1:], strict=True)
+    assert "".join(entry[token].decoded_token for entry, token in pairs) == PROMPT[1:]
     assert one.cumulative_logprob == pytest.approx(chosen.sum(), **NEAR)
     assert one.mean_logprob == pytest.approx(chosen.mean(), **NEAR)
     assert one.perplexity == pytest.approx(math.exp(-chosen.mean()), **NEAR)
@@ -256,9 +256,9 @@ def test_embeddings(llm, dense):
 
 
 @pytest.mark.parametrize("sharer_first", [True, False])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 4}], ids=str)
-def test_kv17_prompt_logprobs_whatever_is_cached(make_llm, llm, logprobs_of, sharer_first, options):
-    llm = make_llm(**options) if options else llm
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_kv17_prompt_logprobs_whatever_is_cached(llm, tight, logprobs_of, sharer_first, chunks):
+    llm = llm if chunks == 1 else tight
     llm.reset_prefix_cache()
     ids = llm.tokenizer.encode(PROMPT)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -287,7 +287,7 @@ def test_kv17_prompt_logprobs_whatever_is_cached(make_llm, llm, logprobs_of, sha
 def test_prompt_logprobs_with_n_neighbours_and_preemption(tight, logprobs_of):
     prompts = [PROMPT, "ab" * 9, "Hello there", "x"]
     params = [
-        SamplingParams(max_tokens=9, ignore_eos=True, seed=1, n=n, prompt_logprobs=k)
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=1, n=n, prompt_logprobs=k)
         for n, k in ((2, 0), (1, None), (1, 3), (1, 1))
     ]
     outputs = tight.generate(prompts, params)
