@@ -23,12 +23,15 @@ __all__ = [
     "RequestOutput",
     "Sampling",
     "SamplingParams",
+    "ScoreConfig",
+    "Scored",
     "StreamDelta",
     "__version__",
     "compact_prompts",
     "generate",
     "pad_prompts",
     "request_keys",
+    "score",
 ]
 
 _HOMES = {
@@ -53,6 +56,9 @@ _HOMES = {
     "compact_prompts": "oxidize_jax.engine.inputs",
     "pad_prompts": "oxidize_jax.engine.inputs",
     "request_keys": "oxidize_jax.engine.inputs",
+    "score": "oxidize_jax.scoring.score",
+    "ScoreConfig": "oxidize_jax.scoring.score",
+    "Scored": "oxidize_jax.scoring.score",
 }
 
 if TYPE_CHECKING:
@@ -81,6 +87,7 @@ if TYPE_CHECKING:
     from oxidize_jax.sampling.beam_params import BeamSearchParams
     from oxidize_jax.sampling.params import SamplingParams
     from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
+    from oxidize_jax.scoring.score import ScoreConfig, Scored, score
 
 
 def __getattr__(name: str) -> Any:

@@ -123,7 +123,7 @@ class Completion:
         return tail
 
     def _spell(self, token: int) -> str:
-        return self._tokenizer.bytes_of([token]).decode("utf-8", "replace")
+        return spell(self._tokenizer, token)
 
 
 class Group:
@@ -143,6 +143,7 @@ class Group:
         self.keys = keys
         self.ids: list[int] = []
         self.completions: list[Completion] = []
+        self.prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
     @property
     def num_unshown(self) -> int:
@@ -176,6 +177,7 @@ class Group:
                 completion_tokens=self.num_tokens,
                 cached_tokens=self.completions[0].num_cached_tokens,
             ),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _returned(self) -> tuple[CompletionOutput, ...]:
@@ -185,3 +187,8 @@ class Group:
             return tuple(outputs)
         best = sorted(outputs, key=lambda output: -output.cumulative_logprob)[: self.params.n]
         return tuple(dataclasses.replace(output, index=i) for i, output in enumerate(best))
+
+
+def spell(tokenizer: Tokenizer, token: int) -> str:
+    """One token by itself; bytes that are no character are replaced."""
+    return tokenizer.bytes_of([token]).decode("utf-8", "replace")

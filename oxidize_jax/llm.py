@@ -22,6 +22,7 @@ from oxidize_jax.engine.engine import (
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.engine.updates import RequestUpdate
+from oxidize_jax.llm_scores import Scores
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
 from oxidize_jax.outputs import BeamSearchOutput, RequestOutput, StreamDelta
@@ -43,7 +44,7 @@ from oxidize_jax.startup import start
 from oxidize_jax.text.bad_words import word_sequences
 
 
-class LLM:
+class LLM(Scores):
     """A model with its tokenizer and an engine to run it.
 
     Args:
@@ -111,7 +112,8 @@ class LLM:
     @property
     def num_compiles(self) -> int:
         """Programs that this process compiled, or took from its disk cache, since the engine
-        was made; see :attr:`Engine.num_compiles`. It stands still while the LLM is used."""
+        was made; see :attr:`Engine.num_compiles`. It stands still while the LLM is used, but for
+        the first scores and embeddings of a size."""
         return self.engine.num_compiles
 
     def generate(
@@ -216,6 +218,11 @@ class LLM:
                 "known at the end only; use generate, or leave best_of out."
             )
         (group,) = self._groups([prompt], sampling_params)
+        if group.params.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs={group.params.prompt_logprobs}: a stream has none; ask "
+                "LLM.generate or LLM.score for them."
+            )
         return self._stream(group)
 
     def chat_prompt(
@@ -268,6 +275,7 @@ class LLM:
 
     def _group(self, prompt: Prompt, params: SamplingParams) -> Group:
         text, ids = self._encode(prompt)
+        self._check_prompt_logprobs(params)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self._eos
         held = self._eos if params.ignore_eos and params.min_tokens else ()
@@ -307,6 +315,7 @@ class LLM:
         return given, ids
 
     def _run(self, groups: list[Group], use_tqdm: bool | None) -> list[RequestOutput]:
+        self._score_prompts(groups, use_tqdm)
         total = sum(len(group.keys) for group in groups)
         shown = self._progress if use_tqdm is None else use_tqdm
         left, tokens = groups, 0

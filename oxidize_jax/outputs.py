@@ -65,6 +65,9 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     finished: bool = True
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    """For each prompt token itself and the alternatives asked for, None for the first; None if
+    not asked for. Ranks count the whole vocabulary."""
 
     def _repr_markdown_(self) -> str:
         return "\n\n---\n\n".join(output.text for output in self.outputs)

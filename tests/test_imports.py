@@ -21,16 +21,29 @@ LAYERS = [
     {"compile_cache", "compile_clock", "executables", "progress"},
     {"checkpoints"},
     {"text"},
-    {"engine"},
+    {"engine", "scoring"},
     {"outputs", "options", "prompts"},
+    {"score_outputs"},
     {"beam_search", "completion", "startup"},
+    {"llm_scores"},
     {"llm"},
     {"bench"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CORE = ["types", "arrays", "config", "blocks", "sampling", "scheduler", "batch", "model", "engine"]
+CORE = [
+    "types",
+    "arrays",
+    "config",
+    "blocks",
+    "sampling",
+    "scheduler",
+    "batch",
+    "model",
+    "engine",
+    "scoring",
+]
 CARD = ["jax", "flax", "optax", "numpy", "chex"]
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from oxidize_jax.batch.descriptor import BatchDescriptor
-from oxidize_jax.engine.step import Model, Params
+from oxidize_jax.engine.step import Params
 from oxidize_jax.llm import LLM
 from oxidize_jax.prompts import Prompt
 from oxidize_jax.sampling.params import SamplingParams
+from oxidize_jax.scoring.programs import ScoringModel
+from oxidize_jax.scoring.scorer import Scorer
+from oxidize_jax.types import BLOCK_SIZE
 
-TILE = 16
+TILE = 32
 """Tokens that attend together."""
 
 
@@ -61,81 +58,23 @@ def cut_windows(token_ids: Sequence[int], size: int, count: int) -> np.ndarray:
 
 
 def score(
-    model: Model,
+    model: ScoringModel,
     params: Params,
     windows: np.ndarray,
     *,
-    chunk: int = 256,
+    chunk: int = 512,
     tile: int = TILE,
-    block_size: int = 16,
+    block_size: int = BLOCK_SIZE,
 ) -> Scores:
     """Score ``windows i32[W, N]``, each a sequence of its own, ``chunk`` tokens in a step.
 
-    Every token sees the true ones before it in its window (teacher forcing). Raises
-    ValueError where N is no multiple of ``chunk``, or ``chunk`` none of ``tile``.
+    Every token sees the true ones before it in its window (teacher forcing).
     """
-    count, size = windows.shape
-    if size % chunk or chunk % tile:
-        raise ValueError(
-            f"a window of {size} tokens must be a multiple of chunk={chunk}, and that of "
-            f"tile={tile}: choose others."
-        )
-    num_blocks = -(-size // block_size)
-    kv = model.init_kv(num_blocks, block_size)
-    # The last token has no successor; its score is dropped.
-    targets = np.concatenate([windows[:, 1:], np.zeros((count, 1), np.int32)], axis=1)
-    nll, best = np.zeros((count, size), np.float32), np.zeros((count, size), np.int32)
-    for window in range(count):
-        for start in range(0, size, chunk):
-            part = slice(start, start + chunk)
-            ids = windows[window, part], targets[window, part], np.int32(start)
-            values, argmax, kv = _score_chunk(
-                model, tile, (num_blocks, block_size), params, kv, *ids
-            )
-            nll[window, part], best[window, part] = jax.device_get((values, argmax))
-    return Scores(nll[:, :-1], best[:, :-1])
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _score_chunk(
-    model: Model,
-    tile: int,
-    pool: tuple[int, int],
-    params: Params,
-    kv: Any,
-    ids: jax.Array,
-    targets: jax.Array,
-    start: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """``(nll f32[C], likeliest i32[C], kv)`` of the tokens ``ids i32[C]`` from ``start`` on."""
-    logits, kv = model.forward(params, kv, _one_chunk(ids, start, tile, *pool))
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return nll, jnp.argmax(logits, axis=-1).astype(jnp.int32), kv
-
-
-def _one_chunk(
-    ids: jax.Array, start: jax.Array, tile: int, num_blocks: int, block_size: int
-) -> BatchDescriptor:
-    """A prefill chunk of one sequence whose block ``i`` is block ``i`` of the pool."""
-    count = ids.shape[0]
-    place = jnp.arange(count, dtype=jnp.int32)
-    none = jnp.full((1,), num_blocks, jnp.int32)
-    return BatchDescriptor(
-        token_ids=ids,
-        positions=start + place,
-        token_rows=jnp.zeros((count,), jnp.int32),
-        slot_mapping=start + place,
-        block_tables=jnp.arange(num_blocks, dtype=jnp.int32)[None],
-        kv_lens=(start + jnp.int32(count))[None],
-        decode_rows=jnp.ones((1,), jnp.int32),  # padding: no step is without a row for it
-        tile_rows=jnp.zeros((count // tile,), jnp.int32),
-        tile_tokens=place.reshape(-1, tile),
-        sample_rows=jnp.zeros((count,), jnp.int32),
-        logits_indices=place,
-        copy_src=none,
-        copy_dst=none,
-        num_copies=jnp.zeros((), jnp.int32),
-    )
+    sizes = {"max_len": windows.shape[1], "max_num_batched_tokens": chunk, "num_top": 1}
+    scorer = Scorer(model, block_size=block_size, tile=tile, **sizes)
+    scored = scorer.score(params, windows.tolist(), top=1)
+    nll = np.stack([-one.logprobs for one in scored])
+    return Scores(nll, np.stack([one.top_ids[:, 0] for one in scored]))
 
 
 def agreement(scores: Scores, reference: Scores) -> float:

@@ -297,3 +297,7 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return value
+
+
+whole = _whole
+"""``whole(low)``: an argparse type for the whole numbers from ``low`` up."""

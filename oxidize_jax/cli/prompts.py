@@ -37,6 +37,30 @@ def read_prompts(given: Sequence[str], files: Sequence[str]) -> list[str]:
     return [text]
 
 
+def read_texts(given: Sequence[str], files: Sequence[str]) -> list[tuple[str, str]]:
+    """``(name, text)`` of the texts ``given``, then of whole ``files``; else standard input.
+
+    A text's name is how it begins, a file's its path. Raises ValueError as :func:`read_prompts`.
+    """
+    texts = [(_beginning(text), text) for text in given]
+    texts += [(file, _read(file)) for file in files]
+    if not texts:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(
+                'there is no text: give one, as in `oxidize-jax score "The sea is blue."`, or '
+                "--file FILE, or pipe it in."
+            )
+        texts = [("standard input", _read(STDIN))]
+    for name, text in texts:
+        _check(text, f"the text {name!r}")
+    return texts
+
+
+def _beginning(text: str) -> str:
+    first = " ".join(text.split())
+    return first if len(first) <= 40 else first[:39] + "…"
+
+
 def _lines(file: str) -> list[str]:
     lines = [line.removesuffix("\r") for line in _read(file).split("\n")]
     prompts = [line for line in lines if line.strip()]

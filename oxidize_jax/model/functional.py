@@ -80,6 +80,21 @@ class Decoder:
         block_size = kv_cache.block_size_of(self.config, kv)
         return forward(self, params, kv, batch, block_size=block_size)
 
+    def hidden_states(
+        self, params: Leaves, kv: jax.Array, batch: BatchDescriptor
+    ) -> tuple[jax.Array, jax.Array]:
+        """:func:`hidden_states` with the block size that ``kv`` was made with."""
+        block_size = kv_cache.block_size_of(self.config, kv)
+        return hidden_states(self, params, kv, batch, block_size=block_size)
+
+    def final_norm(self, params: Leaves, hidden: jax.Array) -> jax.Array:
+        """``f32[C, E] -> f32[C, E]``: what the head reads, and embeddings are made of."""
+        return _trunk(self, params).final_norm(hidden)
+
+    def logits(self, params: Leaves, hidden: jax.Array) -> jax.Array:
+        """``f32[C, E] -> f32[C, V]``: final norm and head, for rows of :func:`hidden_states`."""
+        return _trunk(self, params).logits(hidden)
+
 
 def build(
     config: ModelConfig,
@@ -128,6 +143,24 @@ def forward(
     a flat dict of the same names (for a decoder of int8 weights, through ``quantize``). Pure,
     so it can be jitted, scanned and looped; donate ``kv`` to have it updated in place.
     """
+    x, kv = hidden_states(decoder, leaves, kv, batch, block_size=block_size)
+    hidden = x.at[batch.logits_indices].get(mode="clip")
+    return decoder.logits(leaves, hidden), kv
+
+
+def hidden_states(
+    decoder: Decoder,
+    leaves: Leaves,
+    kv: jax.Array,
+    batch: BatchDescriptor,
+    *,
+    block_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`forward` up to the last layer: ``(x f32[T, E], kv)``, before the final norm.
+
+    For whoever wants more rows than can have logits at the same time; ``logits_indices`` and
+    ``sample_rows`` of ``batch`` are not read. Padding tokens hold numbers without meaning.
+    """
     config = decoder.config
     _check_layout(decoder, leaves)
     spec = _spec(decoder, kv, block_size)
@@ -145,18 +178,16 @@ def forward(
         out, scratch = attention.attend(q, kv, index, scratch)
         return out, (kv, scratch)
 
-    trunk = merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if _is_of_trunk(n)})
     if EMBED_BITS in leaves:
         bits = leaves[EMBED_BITS].at[batch.token_ids].get(mode="clip")
         x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     else:
-        x = trunk.embed_tokens(batch.token_ids)
+        x = _trunk(decoder, leaves).embed_tokens(batch.token_ids)
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
     x, (kv, _) = layers(decoder, leaves, rotation, mix, x, (kv, attention.scratch))
-    hidden = x.at[batch.logits_indices].get(mode="clip")
-    return trunk.logits(hidden), kv
+    return x, kv
 
 
 Cache = tuple[jax.Array, Any]
@@ -238,6 +269,10 @@ def _multiply_layer(
     return tuple(
         getattr(module, name).completed(y, inputs) for name, y in zip(names, products, strict=True)
     )
+
+
+def _trunk(decoder: Decoder, leaves: Leaves) -> Any:
+    return merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if _is_of_trunk(n)})
 
 
 def _is_of_trunk(name: str) -> bool:

@@ -86,6 +86,10 @@ class SamplingParams:
     """Go on after the model's end-of-sequence ids. Ids of ``stop_token_ids`` still stop."""
     logprobs: int | None = None
     """Alternatives per token to report log probabilities of; 0: the chosen token's alone."""
+    prompt_logprobs: int | None = None
+    """Alternatives per prompt token to report log probabilities of; 0: the token's alone. They
+    come from a pass of their own, which costs as much as to compute the prompt once more, and
+    not with a stream."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
@@ -132,9 +136,10 @@ class SamplingParams:
                     f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
                     f"lower min_tokens or raise max_tokens."
                 )
-        if self.logprobs is not None:
-            hint = "use None for no log probabilities"
-            set_(self, "logprobs", _integer("logprobs", self.logprobs, 0, _INT32_MAX, hint))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                hint = "use None for no log probabilities"
+                set_(self, name, _integer(name, count, 0, _INT32_MAX, hint))
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):

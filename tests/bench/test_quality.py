@@ -59,12 +59,6 @@ def test_windows_are_cut_in_order_and_a_short_text_is_refused():
         quality.cut_windows(range(7), 4, 2)
 
 
-def test_chunks_that_do_not_divide_the_window_are_refused(params):
-    decoder, leaves = build(CONFIG, params)
-    with pytest.raises(ValueError, match=r"window of 24 .*chunk=16"):
-        quality.score(decoder, leaves, np.zeros((1, 24), np.int32), chunk=16)
-
-
 def test_agreement_counts_places_and_prefixes(scored):
     _, scores = scored
     other = Scores(scores.nll, scores.best.copy())

@@ -1,0 +1,1 @@
+"""Scoring: log probabilities and embeddings of given tokens, through the paged model."""
