@@ -17,6 +17,7 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputsParams",
     "__version__",
     "compact_prompts",
     "generate",
@@ -27,6 +28,7 @@ __all__ = [
 _HOMES = {
     "LLM": "oxidize_jax.llm",
     "SamplingParams": "oxidize_jax.sampling.params",
+    "StructuredOutputsParams": "oxidize_jax.sampling.structured",
     "EngineConfig": "oxidize_jax.config",
     "RequestOutput": "oxidize_jax.outputs",
     "CompletionOutput": "oxidize_jax.outputs",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from oxidize_jax.llm import LLM
     from oxidize_jax.outputs import CompletionOutput, RequestOutput, StreamDelta
     from oxidize_jax.sampling.params import SamplingParams
+    from oxidize_jax.sampling.structured import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

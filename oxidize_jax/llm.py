@@ -13,6 +13,7 @@ from typing import Any
 from oxidize_jax.compile_cache import enable_compile_cache
 from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.constraint import Grammar
 from oxidize_jax.engine.engine import (
     STEPS_PER_DISPATCH,
     Engine,
@@ -38,6 +39,7 @@ from oxidize_jax.prompts import (
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.startup import start
+from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
@@ -88,6 +90,7 @@ class LLM:
             recorder=recorder,
         )
         self._salts = CacheSalts()
+        self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
@@ -226,11 +229,17 @@ class LLM:
             allowed_token_ids=params.allowed_token_ids,
             banned_token_ids=params.banned_token_ids,
             num_logprobs=params.logprobs,
+            grammar=self._grammar(params),
             salt=self._salts.number(prompt),
         )
         self.engine.validate(request)
         keys = [child_key(seed, child).tolist() for child in range(params.n)]
         return Group(text, params, request, [(first, second) for first, second in keys])
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        return self._grammars.compile(params.structured_outputs)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         given = single_text_or_ids(prompt)

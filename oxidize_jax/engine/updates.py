@@ -26,6 +26,8 @@ class RequestUpdate:
     pool_exhausted: bool
     num_cached_tokens: int
     num_preemptions: int
+    keeps_last: bool = False
+    """It stopped, but not with an id that stops: the last token is text like the others."""
     failure: str | None = None
     """Why the engine gave it up, in one line."""
 
@@ -75,5 +77,6 @@ def judged(update: RequestUpdate, verdict: Verdict) -> RequestUpdate:
         logprobs=update.logprobs[:count],
         top_logprobs=None if update.top_logprobs is None else update.top_logprobs[:count],
         finish_reason=verdict.finish_reason or update.finish_reason,
+        keeps_last=verdict.finish_reason == "stop",
         failure=verdict.failure,
     )
