@@ -23,6 +23,7 @@ from oxidize_jax.cli.parser import (
 )
 from oxidize_jax.cli.prompts import read_prompts
 from oxidize_jax.cli.stats import Stats
+from oxidize_jax.cli.structured import add_structured_options, structured_outputs
 from oxidize_jax.cli.terminal import Status
 from oxidize_jax.sampling.params import SamplingParams
 
@@ -93,11 +94,13 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         "--stats", action="store_true", help="times, speed and memory, on standard error"
     )
     add_sampling_options(parser)
+    add_structured_options(parser)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print. What the arguments alone can show to be wrong is refused first."""
+    args.structured_outputs = structured_outputs(args)
     params = sampling_params(args)
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs: log probabilities are written with --json only; add it.")

@@ -98,6 +98,7 @@ def _choices(value: Any) -> tuple[str, ...]:
     for item in value:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{where}={_short(item)}: must be a string, not empty; mend it.")
+        _check_unicode(where, item)
     return tuple(value)
 
 
@@ -109,6 +110,10 @@ def _check_length(name: str, text: Any) -> None:
         raise ValueError(
             f"{where} has {len(text)} characters: at most {MAX_GRAMMAR_CHARS}; shorten it."
         )
+    _check_unicode(where, text)
+
+
+def _check_unicode(where: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

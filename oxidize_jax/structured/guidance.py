@@ -42,6 +42,8 @@ class Vocabulary:
     """Words of a mask of llguidance."""
     spoken: np.ndarray
     """``u32[ceil(V / 32)]``: ids that may be sampled at all; ids without bytes are not."""
+    ends: frozenset[int]
+    """Ids that end a sequence."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -63,6 +65,7 @@ class Vocabulary:
             tokenizer=lib.LLTokenizer(wrapped, n_vocab=size, eos_token=ends),
             num_words=-(-size // 32),
             spoken=pack_token_mask(vocab_size, None, sorted(set(silent) - set(ends))),
+            ends=frozenset(ends),
         )
 
 
@@ -84,13 +87,11 @@ class _Backend:
 class GuidanceGrammar:
     """An output's place in a compiled grammar."""
 
-    is_finished = False
-    """Never: where nothing more fits, the end-of-sequence id does."""
-
     def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._mask: np.ndarray | None = None
+        self._ended = False
 
     def mask(self) -> np.ndarray:
         """``u32[ceil(V / 32)]``. Raises ValueError where a limit is met."""
@@ -103,17 +104,28 @@ class GuidanceGrammar:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Move on; False for what does not fit. Raises ValueError where a limit is met."""
-        fits = self._matcher.validate_tokens(list(token_ids)) == len(token_ids)
-        self._check()
-        fits = fits and self._matcher.consume_tokens(list(token_ids))
+        return all(map(self._accept, token_ids))
+
+    def _accept(self, token: int) -> bool:
+        if token in self._vocabulary.ends:
+            # Not given to the matcher, which would take it for the end of all.
+            self._ended = self.is_complete and not self._ended
+            return self._ended
+        fits = not self._ended and self._matcher.validate_tokens([token]) == 1
+        fits = fits and self._matcher.consume_token(token)
         self._check()
         self._mask = None
         return fits
 
+    @property
+    def is_finished(self) -> bool:
+        """An id that ends a sequence was accepted."""
+        return self._ended
+
     def copy(self) -> GuidanceGrammar:
         """Another output at the same place."""
         twin = GuidanceGrammar(self._vocabulary, self._matcher.deep_copy())
-        twin._mask = self._mask
+        twin._mask, twin._ended = self._mask, self._ended
         return twin
 
     @property

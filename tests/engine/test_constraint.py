@@ -16,6 +16,8 @@ from oxidize_jax.engine.tracefile import dumps, loads, read_trace
 from oxidize_jax.sampling.token_mask import pack_token_mask
 
 MODEL = FakeModel()
+HOT = 20.0
+"""The logits of neighbours differ by 1, and 7 lie between those that the grammar allows."""
 
 
 def new_engine(**changes):
@@ -75,9 +77,9 @@ def test_max_new_tokens_cuts_off_what_the_grammar_would_go_on_with(engine):
 def test_batched_is_as_alone_and_others_get_a_token_in_every_step(engine):
     prompt = [7, 8, 9]
     free = engine.add(request(prompt, 12))
-    bound = engine.add(constrained([1, 2, 3], 6, temperature=1.0, key=(3, 4)))
+    bound = engine.add(constrained([1, 2, 3], 6, temperature=HOT, key=(3, 4)))
     updates = run(engine)
-    assert tokens(updates[bound]) == alone([1, 2, 3], 6, temperature=1.0, key=(3, 4))
+    assert tokens(updates[bound]) == alone([1, 2, 3], 6, temperature=HOT, key=(3, 4))
     assert tokens(updates[free]) == solo(prompt, 12)[3:]
     assert_clean(engine)
 
@@ -113,31 +115,37 @@ def test_constrained_requests_alone_leave_no_step_out():
     assert not any(map(engine.has, ids))
 
 
-def test_preempted_is_as_alone():
-    engine = new_engine(num_blocks=6)
-    first = engine.add(constrained([1, 2, 3], 15, temperature=1.0, key=(1, 1)))
-    second = engine.add(constrained([4, 5, 6, 7, 8], 14, temperature=1.0, key=(2, 2)))
-    third = engine.add(request([9, 10, 11], 10))
+def test_preempted_is_as_alone(engine):
+    # Each grows to 7 blocks of the pool's 12.
+    one, two = list(range(10)), list(range(50, 60))
+    first = engine.add(constrained(one, 16, temperature=HOT, key=(1, 1)))
+    second = engine.add(constrained(two, 16, temperature=HOT, key=(2, 2)))
     updates = run(engine)
-    assert any(u.num_preemptions for all_ in updates.values() for u in all_)
-    assert tokens(updates[first]) == alone([1, 2, 3], 15, temperature=1.0, key=(1, 1))
-    assert tokens(updates[second]) == alone([4, 5, 6, 7, 8], 14, temperature=1.0, key=(2, 2))
-    assert tokens(updates[third]) == solo([9, 10, 11], 10)[3:]
+    assert updates[second][-1].num_preemptions
+    assert tokens(updates[first]) == alone(one, 16, temperature=HOT, key=(1, 1))
+    assert tokens(updates[second]) == alone(two, 16, temperature=HOT, key=(2, 2))
+    third = engine.add(constrained(one, 16, temperature=HOT, key=(1, 1)))
+    free = engine.add(request(two, 16))
+    updates = run(engine)
+    assert any(u.num_preemptions for u in updates[third] + updates[free])
+    assert tokens(updates[third]) == alone(one, 16, temperature=HOT, key=(1, 1))
+    assert tokens(updates[free]) == solo(two, 16)[10:]
+    assert_clean(engine)
 
 
 def test_each_of_a_group_has_a_matcher_of_its_own(engine):
     keys = [(1, i) for i in range(3)]
-    ids = engine.add_group(constrained([1, 2, 3], 6, temperature=1.0), keys)
+    ids = engine.add_group(constrained([1, 2, 3], 6, temperature=HOT), keys)
     updates = run(engine)
     texts = [tokens(updates[i]) for i in ids]
     assert all(keeps(text, 6) and len(text) == 7 for text in texts)
     assert len(set(map(tuple, texts))) == 3
-    assert texts[1] == alone([1, 2, 3], 6, temperature=1.0, key=(1, 1))
+    assert texts[1] == alone([1, 2, 3], 6, temperature=HOT, key=(1, 1))
     assert_clean(engine)
 
 
 def test_a_fork_goes_on_from_where_its_parent_stands(engine):
-    parent = engine.add(constrained([1, 2, 3], 9, temperature=1.0, key=(1, 0)))
+    parent = engine.add(constrained([1, 2, 3], 9, temperature=HOT, key=(1, 0)))
     got = {parent: []}
     for _ in range(3):
         for update in engine.step():
@@ -147,7 +155,7 @@ def test_a_fork_goes_on_from_where_its_parent_stands(engine):
     for request_id, updates in run(engine).items():
         got[request_id] += tokens(updates)
     assert all(keeps(text, 9) and len(text) == 10 for text in got.values()), got
-    assert got[parent] == alone([1, 2, 3], 9, temperature=1.0, key=(1, 0))
+    assert got[parent] == alone([1, 2, 3], 9, temperature=HOT, key=(1, 0))
     assert len(set(map(tuple, got.values()))) == 3
     assert_clean(engine)
 
@@ -206,7 +214,7 @@ def test_tokens_that_the_grammar_does_not_allow_are_no_output(engine):
             return Narrow(self.length, self.ends, self.tokens)
 
     request_id = engine.add(
-        request([1, 2, 3], 9, grammar=Narrow(9), bad_words=((7,), (0, 0)), temperature=1.0)
+        request([1, 2, 3], 9, grammar=Narrow(9), bad_words=((7,), (0, 0)), temperature=HOT)
     )
     (last,) = run(engine)[request_id][-1:]
     assert banned[0] == 7
@@ -245,7 +253,7 @@ def test_masks_are_events_of_a_trace_that_replays(tmp_path):
         engine = Engine(CONFIG, MODEL, None, recorder=recorder)
         engine.add(constrained([1, 2, 3], 6))
         engine.add(request([7, 8, 9], 6))
-        engine.add_group(constrained([4, 5, 6], 5, temperature=1.0), [(1, 2), (3, 4)])
+        engine.add_group(constrained([4, 5, 6], 5, temperature=HOT), [(1, 2), (3, 4)])
         run(engine)
     trace = read_trace(path)
     assert any(isinstance(event, SetMasks) for event in trace.events)
