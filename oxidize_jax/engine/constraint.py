@@ -68,6 +68,7 @@ class Constraint:
       grammar: it is moved on; give each request one of its own.
       own: ``u32[ceil(V / 32)]``, ids that the request allows, or None for all.
       ends: ids that end the request, which ``min_new_tokens`` keeps from being sampled.
+      bad_words: token sequences that the device keeps out of the output.
     """
 
     def __init__(
@@ -76,27 +77,39 @@ class Constraint:
         own: np.ndarray | None,
         ends: Sequence[int] = (),
         min_new_tokens: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self._grammar = grammar
         self._own = own
         self._ends = tuple(ends)
         self._min_new_tokens = min_new_tokens
-        self._num_tokens = 0
+        self._bad_words = tuple(map(tuple, bad_words))
+        self._tokens: list[int] = []
 
     def mask(self) -> np.ndarray:
         """``u32[ceil(V / 32)]``: ids that may come next. Raises ValueError if there is none."""
-        words = np.asarray(self._grammar.mask(), np.uint32)
+        try:
+            words = np.asarray(self._grammar.mask(), np.uint32)
+        except Exception as error:
+            raise ValueError(f"structured_outputs: {_line(error)}") from error
         if self._own is not None:
             words = words & self._own
-        left = words
-        if self._num_tokens < self._min_new_tokens and self._ends:
-            left = words & pack_token_mask(32 * words.size, None, self._ends)
+        banned = self._banned()
+        left = words & pack_token_mask(32 * words.size, None, banned) if banned else words
         if not left.any():
             raise ValueError(
                 "structured_outputs: the grammar allows no token here that allowed_token_ids, "
-                "banned_token_ids and min_tokens leave: relax one of them."
+                "banned_token_ids, bad_words and min_tokens leave: relax one of them."
             )
         return words
+
+    def _banned(self) -> list[int]:
+        """Ids that the device does not sample next, whatever the mask is."""
+        banned = list(self._ends) if len(self._tokens) < self._min_new_tokens else []
+        for *before, last in self._bad_words:
+            if not before or self._tokens[-len(before) :] == before:
+                banned.append(last)
+        return banned
 
     def accept(self, token_ids: Sequence[int], *, ended: bool) -> Verdict:
         """Move on by the tokens that were read; ``ended``: the device has ended the request."""
@@ -106,21 +119,23 @@ class Constraint:
             except Exception as error:
                 return Verdict(count, "abort", f"structured_outputs: {_line(error)}")
             if not fits:
-                # All that the grammar allows was banned, by bad words for instance.
+                # The mask that was sent is the grammar's own: it contradicts itself.
                 reason = f"structured_outputs: token {token} is not what the grammar allows."
                 return Verdict(count, "abort", reason)
-            self._num_tokens += 1
+            self._tokens.append(token)
         if ended or not self._grammar.is_finished:
             return Verdict(len(token_ids))
-        if self._num_tokens < self._min_new_tokens:
+        if len(self._tokens) < self._min_new_tokens:
             reason = "structured_outputs: the grammar ends before min_tokens: lower that."
             return Verdict(len(token_ids), "abort", reason)
         return Verdict(len(token_ids), "stop")
 
     def copy(self) -> Constraint:
         """For a fork: it stands where this one stands, and goes its own way."""
-        twin = Constraint(self._grammar.copy(), self._own, self._ends, self._min_new_tokens)
-        twin._num_tokens = self._num_tokens
+        twin = Constraint(
+            self._grammar.copy(), self._own, self._ends, self._min_new_tokens, self._bad_words
+        )
+        twin._tokens = list(self._tokens)
         return twin
 
 

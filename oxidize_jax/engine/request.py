@@ -67,7 +67,7 @@ class EngineRequest(RequestOptions):
             own = pack_token_mask(
                 config.token_mask_size, self.allowed_token_ids, self.banned_token_ids
             )
-        return Constraint(grammar, own, self.stop_token_ids, self.min_new_tokens)
+        return Constraint(grammar, own, self.stop_token_ids, self.min_new_tokens, self.bad_words)
 
 
 def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:

@@ -124,12 +124,6 @@ def test_preempted_is_as_alone(engine):
     assert updates[second][-1].num_preemptions
     assert tokens(updates[first]) == alone(one, 16, temperature=HOT, key=(1, 1))
     assert tokens(updates[second]) == alone(two, 16, temperature=HOT, key=(2, 2))
-    third = engine.add(constrained(one, 16, temperature=HOT, key=(1, 1)))
-    free = engine.add(request(two, 16))
-    updates = run(engine)
-    assert any(u.num_preemptions for u in updates[third] + updates[free])
-    assert tokens(updates[third]) == alone(one, 16, temperature=HOT, key=(1, 1))
-    assert tokens(updates[free]) == solo(two, 16)[10:]
     assert_clean(engine)
 
 
@@ -202,24 +196,41 @@ def test_what_the_grammar_and_the_request_contradict_each_other_in(engine):
     assert_clean(engine)
 
 
-def test_tokens_that_the_grammar_does_not_allow_are_no_output(engine):
-    # All of residue 0 are banned by bad words of one token but 0, and that by 'after itself'.
-    banned = [t for t in range(0, VOCAB, 7) if t]
+def test_bad_words_may_leave_nothing_of_what_the_grammar_allows(engine):
+    with pytest.raises(ValueError, match="bad_words"):
+        engine.add(constrained([1], 6, allowed_token_ids=(0, 7), bad_words=((0,), (7,))))
+    # 6 is the only first token; behind it, 6 is the only one once more, and that is a bad word.
 
-    class Narrow(Residues):
+    class Sixes(Residues):
         def allowed(self):
-            return [0, 7] if len(self.tokens) else [0]
+            return [6]
 
         def copy(self):
-            return Narrow(self.length, self.ends, self.tokens)
+            return Sixes(self.length, self.ends, self.tokens)
 
-    request_id = engine.add(
-        request([1, 2, 3], 9, grammar=Narrow(9), bad_words=((7,), (0, 0)), temperature=HOT)
-    )
-    (last,) = run(engine)[request_id][-1:]
-    assert banned[0] == 7
-    assert last.finish_reason == "abort"
-    assert "not what the grammar allows" in last.failure or "allows no token" in last.failure
+    request_id = engine.add(request([1, 2, 3], 9, grammar=Sixes(9), bad_words=((6, 6),)))
+    updates = run(engine)[request_id]
+    assert tokens(updates) == [6]
+    assert updates[-1].finish_reason == "abort"
+    assert "bad_words" in updates[-1].failure
+    assert_clean(engine)
+
+
+def test_a_token_that_the_grammar_does_not_accept_is_no_output(engine):
+    class Liar(Residues):
+        """It allows more than it accepts."""
+
+        def mask(self):
+            return pack_token_mask(VOCAB, [3]) if len(self.tokens) == 2 else super().mask()
+
+        def copy(self):
+            return Liar(self.length, self.ends, self.tokens)
+
+    request_id = engine.add(request([1, 2, 3], 9, grammar=Liar(9)))
+    updates = run(engine)[request_id]
+    assert len(tokens(updates)) == sum(len(u.logprobs) for u in updates) == 2
+    assert updates[-1].finish_reason == "abort"
+    assert updates[-1].failure == "structured_outputs: token 3 is not what the grammar allows."
     assert_clean(engine)
 
 
