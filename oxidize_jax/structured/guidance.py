@@ -168,8 +168,8 @@ def _source(lib: Any, params: StructuredOutputsParams) -> str:
     if params.kind == "regex":
         return lib.LLMatcher.grammar_from_regex(_without_anchors(text))
     if params.kind == "choice":
-        options = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice or ())
-        return lib.LLMatcher.grammar_from_lark(f"start: {options}")
+        choices = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice or ())
+        return lib.LLMatcher.grammar_from_lark(f"start: {choices}")
     return lib.LLMatcher.grammar_from_lark(text)
 
 

@@ -8,6 +8,7 @@ from fake_model import VOCAB, FakeModel, solo
 from host_engine import CONFIG, assert_clean, request, run, tokens
 from residues import END, Residues, keeps
 
+from oxidize_jax.engine import programs
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.replay import replay, replay_scheduler
@@ -113,6 +114,16 @@ def test_constrained_requests_alone_leave_no_step_out():
         steps += len(engine.step_stats)
     assert steps == 6  # a prompt's step gives its first token; five more, the end among them
     assert not any(map(engine.has, ids))
+
+
+def test_a_run_ends_where_all_that_is_left_is_paused(engine):
+    request_id = engine.add(constrained([1, 2, 3], 6))
+    (first,) = engine.step()
+    steps = int(engine.state.scheduler.totals.steps)
+    engine.state = programs.run(CONFIG, MODEL, None, engine.state, np.int32(16))
+    assert int(engine.state.scheduler.totals.steps) == steps
+    assert tokens([first, *run(engine)[request_id]]) == alone([1, 2, 3], 6)
+    assert_clean(engine)
 
 
 def test_preempted_is_as_alone(engine):
