@@ -301,7 +301,7 @@ class Engine:
         self._send_aborts()
         self._send_masks()
         self._fill_slots()
-        if any(running.constraint is not None for running in self._requests.values()):
+        if any(constraint is not None for constraint in self._constraints()):
             max_steps = 1  # it could make no use of more
         owners = tuple(self._slots)
         if all(owner is None for owner in owners):
@@ -326,8 +326,12 @@ class Engine:
 
     def _waits_for_masks(self) -> bool:
         """Whether all requests on the device have to be read before they can go on."""
-        constraints = [running.constraint for running in self._requests.values()]
+        constraints = self._constraints()
         return bool(constraints) and None not in constraints
+
+    def _constraints(self) -> list[Constraint | None]:
+        """Of each request on the device. Taken in one piece: an abort may come any time."""
+        return [running.constraint for running in list(self._requests.values())]
 
     def _send_masks(self) -> None:
         """Send the masks of tokens that come next, as many as there are rows in one call."""
