@@ -80,13 +80,13 @@ def neighbours(llm: LLM, rows: int) -> dict:
         prompts = [f"Story number {i}:" for i in range(half)]
         prompts += [prompt_for(llm, name) for name in names]
         params = [free] * half + [structured(name, i) for i, name in enumerate(names)]
-        ends, begin = {}, time.perf_counter()
+        begin = time.perf_counter()
         groups = llm._groups(prompts, params)
         for group in groups:
             llm._start(group)
         while not all(group.finished for group in groups[:half]):
             llm._advance(groups[:half])
-        seconds = ends.setdefault("free", time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         for group in groups:
             llm._abandon(group)
         label = "with_structured" if beside else "alone"

@@ -44,6 +44,7 @@ from oxidize_jax.scheduler import invariants, stats
 from oxidize_jax.scheduler.state import FINISHED
 from oxidize_jax.scheduler.stats import StepStats
 from oxidize_jax.scheduler.submit import NewRequest
+from oxidize_jax.types import replace
 
 STEPS_PER_DISPATCH = programs.WINDOW
 """Most steps that the device makes before the host looks."""
@@ -362,7 +363,7 @@ class Engine:
             if request.grammar is not None:
                 running.constraint = request.constraint(self.config, request.grammar)
                 mask = running.constraint.mask()
-                new = dataclasses.replace(
+                new = replace(
                     new, token_mask=mask, has_mask=np.bool_(True), pause_after=np.int32(1)
                 )
             self._requests[request_id] = running
