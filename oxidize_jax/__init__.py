@@ -26,6 +26,7 @@ __all__ = [
     "ScoreConfig",
     "Scored",
     "StreamDelta",
+    "StructuredOutputsParams",
     "__version__",
     "compact_prompts",
     "generate",
@@ -39,6 +40,7 @@ _HOMES = {
     "SamplingParams": "oxidize_jax.sampling.params",
     "BeamSearchParams": "oxidize_jax.sampling.beam_params",
     "BeamSearchOutput": "oxidize_jax.outputs",
+    "StructuredOutputsParams": "oxidize_jax.sampling.structured",
     "EngineConfig": "oxidize_jax.config",
     "RequestOutput": "oxidize_jax.outputs",
     "CompletionOutput": "oxidize_jax.outputs",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     )
     from oxidize_jax.sampling.beam_params import BeamSearchParams
     from oxidize_jax.sampling.params import SamplingParams
+    from oxidize_jax.sampling.structured import StructuredOutputsParams
     from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
     from oxidize_jax.scoring.score import ScoreConfig, Scored, score
 

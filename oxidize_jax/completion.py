@@ -57,7 +57,7 @@ class Completion:
         for i, token in enumerate(update.token_ids):
             self._append(update, i)
             # The text of the token that ended a generation is not part of it.
-            if update.finish_reason == "stop" and i == last:
+            if update.finish_reason == "stop" and i == last and not update.keeps_last:
                 break
             self._text += self._stops.add(self._detokenizer.add([token]))
             if self._stops.matched is not None:
@@ -115,6 +115,8 @@ class Completion:
         self.finish_reason = update.finish_reason
         if update.pool_exhausted:
             self._stop_reason = "kv_cache_exhausted"
+        elif update.failure is not None:
+            self._stop_reason = update.failure
         elif self.finish_reason == "stop" and self._ids[-1] in self._params.stop_token_ids:
             self._stop_reason = self._ids[-1]
         tail = self._stops.add(self._detokenizer.finish()) + self._stops.finish()

@@ -14,6 +14,7 @@ from oxidize_jax.beam_search import BeamPrompt, check_beam_prompt, check_search,
 from oxidize_jax.compile_cache import enable_compile_cache
 from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.constraint import Grammar
 from oxidize_jax.engine.engine import (
     STEPS_PER_DISPATCH,
     Engine,
@@ -41,6 +42,7 @@ from oxidize_jax.sampling.beam_params import BeamSearchParams
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.startup import start
+from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
@@ -91,6 +93,7 @@ class LLM(Scores):
             recorder=recorder,
         )
         self._salts = CacheSalts()
+        self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self._progress = progress
         self._seeds = random.Random(chosen.seed)
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
@@ -299,11 +302,17 @@ class LLM(Scores):
             allowed_token_ids=params.allowed_token_ids,
             banned_token_ids=params.banned_token_ids,
             num_logprobs=params.logprobs,
+            grammar=self._grammar(params),
             salt=self._salts.number(prompt),
         )
         self.engine.validate(request)
         keys = [child_key(seed, child).tolist() for child in range(params.num_sampled)]
         return Group(text, params, request, [(first, second) for first, second in keys])
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        return self._grammars.compile(params.structured_outputs)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         given = single_text_or_ids(prompt)

@@ -22,6 +22,7 @@ LAYERS = [
     {"checkpoints"},
     {"text"},
     {"engine", "scoring"},
+    {"structured"},
     {"outputs", "options", "prompts"},
     {"score_outputs"},
     {"beam_search", "completion", "startup"},
@@ -84,7 +85,7 @@ import importlib, importlib.abc, pkgutil, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {{"gguf", "jinja2", "tokenizers", "tqdm", "safetensors",
-                                  "huggingface_hub", "fastapi", "hypothesis"}}:
+                                  "huggingface_hub", "fastapi", "hypothesis", "llguidance"}}:
             raise ImportError(f"the core imported {{name}}")
 
 sys.meta_path.insert(0, Refuse())

@@ -30,6 +30,7 @@ from oxidize_jax.cli.parser import (
 )
 from oxidize_jax.cli.prompts import read_prompts
 from oxidize_jax.cli.stats import Stats
+from oxidize_jax.cli.structured import add_structured_options, structured_outputs
 from oxidize_jax.cli.terminal import Status
 from oxidize_jax.sampling.params import SamplingParams
 
@@ -102,11 +103,13 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add_sampling_options(parser)
     add_beam_options(parser)
+    add_structured_options(parser)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print. What the arguments alone can show to be wrong is refused first."""
+    args.structured_outputs = structured_outputs(args)
     params = sampling_params(args)
     beams = beam_params(args, params)
     if args.logprobs is not None and not args.json:

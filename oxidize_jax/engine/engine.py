@@ -31,18 +31,20 @@ import numpy as np
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
+from oxidize_jax.engine.constraint import Constraint, Verdict
 from oxidize_jax.engine.recorder import NoRecorder, Recorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.step import EngineState, Model, Params
-from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
+from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request, pad_masks
 from oxidize_jax.engine.updates import FINISH_REASONS as FINISH_REASONS
 from oxidize_jax.engine.updates import RequestUpdate as RequestUpdate
-from oxidize_jax.engine.updates import Running, news
+from oxidize_jax.engine.updates import Running, judged, news
 from oxidize_jax.engine.warmup import CompileCounter, WarmUp
 from oxidize_jax.scheduler import invariants, stats
 from oxidize_jax.scheduler.state import FINISHED
 from oxidize_jax.scheduler.stats import StepStats
 from oxidize_jax.scheduler.submit import NewRequest
+from oxidize_jax.types import replace
 
 STEPS_PER_DISPATCH = programs.WINDOW
 """Most steps that the device makes before the host looks."""
@@ -113,6 +115,7 @@ class Engine:
         self._slots: list[int | None] = [None] * self.config.max_num_requests
         self._requests: dict[int, Running] = {}
         self._aborted: list[tuple[int, int]] = []
+        self._masks: dict[int, tuple[int, np.ndarray]] = {}  # by owner: slot, next mask
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         self._news: list[RequestUpdate] = []
         self._new_stats: list[StepStats] = []
@@ -170,7 +173,8 @@ class Engine:
         ids = []
         for key in keys:
             request_id = next(self._ids)
-            one = dataclasses.replace(request, key=key)
+            grammar = None if request.grammar is None else request.grammar.copy()
+            one = dataclasses.replace(request, key=key, grammar=grammar)
             # First, for what only the queue knows counts as aborted.
             self._unfinished.add(request_id)
             try:
@@ -198,6 +202,7 @@ class Engine:
             self._send_aborts()
             while self._in_flight:
                 self._read()
+            self._send_masks()
             parent = self._requests.get(request_id)
             free = [slot for slot, owner in enumerate(self._slots) if owner is None]
             if parent is None or len(free) < len(keys):
@@ -216,7 +221,8 @@ class Engine:
                 self._unfinished.add(child)
                 self._slots[slot] = child
                 request = dataclasses.replace(parent.request, key=key)
-                self._requests[child] = Running(slot, request, parent.cursor)
+                constraint = None if parent.constraint is None else parent.constraint.copy()
+                self._requests[child] = Running(slot, request, parent.cursor, constraint)
                 self._news += [dataclasses.replace(update, request_id=child) for update in told]
             return ids
 
@@ -278,8 +284,9 @@ class Engine:
         if not 1 <= max_steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
         with self._guarded():
-            self._dispatch(max_steps)
-            if len(self._in_flight) == 1:
+            if not (self._in_flight and self._waits_for_masks()):
+                self._dispatch(max_steps)
+            if len(self._in_flight) == 1 and not self._waits_for_masks():
                 self._dispatch(max_steps)
             if self._in_flight:
                 self._read()
@@ -315,7 +322,10 @@ class Engine:
     def _dispatch(self, max_steps: int) -> None:
         """Send the events that are due, then a run and the read-out of its state."""
         self._send_aborts()
+        self._send_masks()
         self._fill_slots()
+        if any(constraint is not None for constraint in self._constraints()):
+            max_steps = 1  # it could make no use of more
         owners = tuple(self._slots)
         if all(owner is None for owner in owners):
             return
@@ -337,6 +347,28 @@ class Engine:
                 self._recorder.abort(slot)
                 self._update(programs.abort(self.state.scheduler, np.int32(slot)))
 
+    def _waits_for_masks(self) -> bool:
+        """Whether all requests on the device have to be read before they can go on."""
+        constraints = self._constraints()
+        return bool(constraints) and None not in constraints
+
+    def _constraints(self) -> list[Constraint | None]:
+        """Of each request on the device. Taken in one piece: an abort may come any time."""
+        return [running.constraint for running in list(self._requests.values())]
+
+    def _send_masks(self) -> None:
+        """Send the masks of tokens that come next, as many as there are rows in one call."""
+        due = [(*entry, self._requests.get(owner)) for owner, entry in self._masks.items()]
+        due = [(slot, mask, running) for slot, mask, running in due if running is not None]
+        self._masks.clear()
+        while due:
+            part, due = due[: self.config.max_num_seqs], due[self.config.max_num_seqs :]
+            slots, masks, all_running = zip(*part, strict=True)
+            pause_at = [running.cursor + 1 for running in all_running]
+            new = pad_masks(self.config, slots, pause_at, masks)
+            self._recorder.set_masks(new)
+            self._update(programs.set_masks(self.config, self.state.scheduler, new))
+
     def _fill_slots(self) -> None:
         """Move queued requests into free slots, the first in line first."""
         for slot, owner in enumerate(self._slots):
@@ -349,7 +381,14 @@ class Engine:
             _, request_id, request, parent = heapq.heappop(self._queue)
             new = self._new_request(slot, request_id, request, parent)
             self._slots[slot] = request_id
-            self._requests[request_id] = Running(slot, request, len(request.prompt_token_ids))
+            running = Running(slot, request, len(request.prompt_token_ids))
+            if request.grammar is not None:
+                running.constraint = request.constraint(self.config, request.grammar)
+                mask = running.constraint.mask()
+                new = replace(
+                    new, token_mask=mask, has_mask=np.bool_(True), pause_after=np.int32(1)
+                )
+            self._requests[request_id] = running
             if request_id not in self._unfinished:  # aborted this moment
                 self._requests.pop(request_id, None)
                 self._aborted.append((slot, request_id))
@@ -406,9 +445,28 @@ class Engine:
             if running is None:  # aborted, or told of already
                 continue
             if is_done[slot] or lengths[slot] > running.cursor:
-                self._news.append(news(owner, running, drained, is_done[slot]))
+                update = news(owner, running, drained, is_done[slot])
+                if running.constraint is not None:
+                    update = self._constrained(running, running.constraint, update)
+                self._news.append(update)
             if is_done[slot]:
                 self._requests.pop(owner, None)
+
+    def _constrained(
+        self, running: Running, constraint: Constraint, update: RequestUpdate
+    ) -> RequestUpdate:
+        """Move a grammar on, and keep the mask that comes next; or end the request."""
+        owner, ended = update.request_id, update.finish_reason is not None
+        verdict = constraint.accept(update.token_ids, ended=ended)
+        if verdict.finish_reason is None and not ended:
+            try:
+                self._masks[owner] = running.slot, constraint.mask()
+            except Exception as error:
+                verdict = Verdict(len(update.token_ids), "abort", str(error))
+        if verdict.finish_reason is not None:
+            self._requests.pop(owner, None)
+            self._aborted.append((running.slot, owner))
+        return judged(update, verdict)
 
     def _deliver(self) -> list[RequestUpdate]:
         # An abort may have come since a run was read.

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
-from oxidize_jax.scheduler import beams, reset
+from oxidize_jax.scheduler import beams, pause, reset
 from oxidize_jax.scheduler import fork as forks
 from oxidize_jax.scheduler import submit as submission
 from oxidize_jax.scheduler.state import SchedulerState, init_scheduler
@@ -158,6 +158,12 @@ def fork(
 ) -> tuple[SchedulerState, jax.Array]:
     """:func:`~oxidize_jax.scheduler.fork.fork`"""
     return forks.fork(config, state, new)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def set_masks(config: EngineConfig, state: SchedulerState, new: pause.MaskUpdate) -> SchedulerState:
+    """:func:`~oxidize_jax.scheduler.pause.set_masks`"""
+    return pause.set_masks(config, state, new)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -26,10 +26,12 @@ from oxidize_jax.engine.trace import (
     Run,
     Trace,
     fork_event,
+    masks_event,
     submit_event,
 )
 from oxidize_jax.engine.tracefile import Lines
 from oxidize_jax.scheduler import fork as forks
+from oxidize_jax.scheduler.pause import MaskUpdate
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.scheduler.submit import NewRequest
 from oxidize_jax.types import state as register
@@ -52,6 +54,9 @@ class NoRecorder:
 
     def fork(self, new: forks.Fork) -> None:
         """A fork was taken (``ok`` was true; one that was refused changes nothing)."""
+
+    def set_masks(self, new: MaskUpdate) -> None:
+        """Requests get other token masks."""
 
     def reset_prefix_cache(self) -> None:
         """The prefix cache is forgotten."""
@@ -147,6 +152,10 @@ class Recorder(NoRecorder):
     def fork(self, new: forks.Fork) -> None:
         """Write the event."""
         self._event(fork_event(self._started(), new))
+
+    def set_masks(self, new: MaskUpdate) -> None:
+        """Write the event."""
+        self._event(masks_event(self._started(), new))
 
     def reset_prefix_cache(self) -> None:
         """Write the event."""

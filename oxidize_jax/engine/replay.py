@@ -29,8 +29,10 @@ from oxidize_jax.engine.trace import (
     Outcome,
     Restart,
     Run,
+    SetMasks,
     Submit,
     Trace,
+    mask_update,
     new_fork,
     new_request,
     scripted,
@@ -180,6 +182,8 @@ def describe(event: Event, index: int) -> str:
         kind += f", slot {event.slot}"
     elif isinstance(event, Fork):
         kind += f" of slot {event.parent}"
+    elif isinstance(event, SetMasks):
+        kind += f" of {len(event.slots)} slots"
     return f"event {index} ({kind})"
 
 
@@ -210,6 +214,8 @@ def _apply(config: EngineConfig, state: SchedulerState, event: Event, index: int
                 f"{describe(event, index)}: the parent is not alive, or a child's slot in use."
             )
         return state
+    if isinstance(event, SetMasks):
+        return programs.set_masks(config, state, mask_update(config, event))
     return programs.reset_prefix_cache(state)
 
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.constraint import Constraint, Grammar
 from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
+from oxidize_jax.sampling.token_mask import pack_token_mask
 from oxidize_jax.scheduler.submit import check_prompt, check_token_ids
 
 
@@ -57,6 +59,17 @@ class EngineRequest(RequestOptions):
     """Not sampled before ``min_new_tokens``, as ``stop_token_ids`` are not; they end nothing."""
     num_logprobs: int | None = None
     """Alternatives per token to return, at most ``max_logprobs``."""
+    grammar: Grammar | None = None
+    """What its output must keep to; see :mod:`~oxidize_jax.engine.constraint`."""
+
+    def constraint(self, config: EngineConfig, grammar: Grammar) -> Constraint:
+        """``grammar``, its own or a copy, with the other wishes that touch what it allows."""
+        own = None
+        if self.allowed_token_ids is not None or self.banned_token_ids:
+            own = pack_token_mask(
+                config.token_mask_size, self.allowed_token_ids, self.banned_token_ids
+            )
+        return Constraint(grammar, own, self.stop_token_ids, self.min_new_tokens, self.bad_words)
 
 
 def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
@@ -89,6 +102,25 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
         _check_number(name, getattr(request, name), least, most)
     _check_lists(config, vocab_size, request)
     check_keys([request.key])
+    if request.grammar is not None:
+        _check_grammar(config, vocab_size, request, request.grammar)
+
+
+def _check_grammar(
+    config: EngineConfig, vocab_size: int, request: EngineRequest, grammar: Grammar
+) -> None:
+    """A grammar needs room for its masks, and must allow a first token."""
+    if config.token_mask_size < vocab_size:
+        raise ValueError(
+            f"structured_outputs: this engine has token_mask_size={config.token_mask_size}; make "
+            f"it with {vocab_size}, the model's vocabulary."
+        )
+    words = request.constraint(config, grammar).mask()
+    if words.shape != (config.token_mask_words,):
+        raise ValueError(
+            f"structured_outputs: the grammar's masks have shape {list(words.shape)}; they must "
+            f"have {config.token_mask_words} words, for token_mask_size={config.token_mask_size}."
+        )
 
 
 def _check_lists(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:

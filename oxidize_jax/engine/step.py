@@ -75,7 +75,8 @@ def run_steps(
 ) -> EngineState:
     """Up to ``limit i32[]`` steps, fewer if everything finishes; plans first where nothing is.
 
-    A state in which nothing is planned afterwards is idle: all its requests have finished.
+    A state in which nothing is planned afterwards is idle: all its requests have finished, or
+    are paused.
     """
     shapes = buckets(config)
 

@@ -8,8 +8,10 @@ says, and folded again by :mod:`~oxidize_jax.engine.replay`.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +21,8 @@ from oxidize_jax.engine.request import RequestOptions
 from oxidize_jax.sampling.fields import plain_sampling
 from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
 from oxidize_jax.scheduler import fork as forks
-from oxidize_jax.scheduler.state import NO_TOKEN
+from oxidize_jax.scheduler.pause import MaskUpdate
+from oxidize_jax.scheduler.state import NEVER, NO_TOKEN
 from oxidize_jax.scheduler.submit import NewRequest
 
 
@@ -38,6 +41,7 @@ class Submit(RequestOptions):
     """``~id`` of one that is only held back, as on the device."""
     fork_of: int | None = None
     want_logprobs: bool = False
+    pause_after: int = NEVER
     output: tuple[int, ...] = ()
 
 
@@ -62,6 +66,18 @@ class Fork:
     last_tokens: tuple[int | None, ...]
     last_logprobs: tuple[float, ...]
     outputs: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SetMasks:
+    """Requests get other token masks, as :class:`~oxidize_jax.scheduler.pause.MaskUpdate` says.
+
+    ``masks`` are the packed words of each as text, see :func:`mask_text`.
+    """
+
+    slots: tuple[int, ...]
+    pause_at: tuple[int, ...]
+    masks: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +111,7 @@ class Run:
     outcome: Outcome | None = None
 
 
-Event: TypeAlias = Submit | Abort | Fork | ResetPrefixCache | Restart | Run
+Event: TypeAlias = Submit | Abort | Fork | SetMasks | ResetPrefixCache | Restart | Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +172,7 @@ def _scripted(event: Event, index: int, outputs: Mapping[tuple[int, int], list[i
 
 _SCALARS = ("max_new_tokens", "min_new_tokens", "arrival", "priority", "temperature", "top_k",
             "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "salt", "use_cache", "want_logprobs")  # fmt: skip
+            "frequency_penalty", "salt", "use_cache", "want_logprobs", "pause_after")  # fmt: skip
 
 
 def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:
@@ -227,6 +243,60 @@ def new_request(config: EngineConfig, event: Submit) -> NewRequest:
         fork_of=np.int32(fork_of),  # type: ignore[arg-type]
         **arrays,
     )
+
+
+def masks_event(config: EngineConfig, new: MaskUpdate) -> SetMasks:
+    """The event of new masks, without its padding."""
+    slots = np.asarray(new.slots)
+    used = slots < config.max_num_requests
+    return SetMasks(
+        slots=tuple(slots[used].tolist()),
+        pause_at=tuple(np.asarray(new.pause_at)[used].tolist()),
+        masks=tuple(mask_text(words) for words in np.asarray(new.masks)[used]),
+    )
+
+
+def mask_update(config: EngineConfig, event: SetMasks) -> MaskUpdate:
+    """The arrays of new masks, padded to C = S: one shape to compile for.
+
+    Raises ValueError for a mask of another length than the configuration's.
+    """
+    words = tuple(mask_words(text, config.token_mask_words) for text in event.masks)
+    return pad_masks(config, event.slots, event.pause_at, words)
+
+
+def pad_masks(
+    config: EngineConfig,
+    slots: Sequence[int],
+    pause_at: Sequence[int],
+    masks: Sequence[np.ndarray],
+) -> MaskUpdate:
+    """:class:`~oxidize_jax.scheduler.pause.MaskUpdate` of at most S masks, padded to C = S."""
+    s, count = config.max_num_seqs, len(slots)
+    new_slots = np.full((s,), config.max_num_requests, np.int32)
+    new_pauses = np.zeros((s,), np.int32)
+    words = np.zeros((s, config.token_mask_words), np.uint32)
+    new_slots[:count], new_pauses[:count] = slots, pause_at
+    for lane, mask in enumerate(masks):
+        words[lane] = mask
+    return MaskUpdate(slots=new_slots, masks=words, pause_at=new_pauses)  # type: ignore[arg-type]
+
+
+def mask_text(words: np.ndarray) -> str:
+    """Packed words of a mask as short text: zlib, then base64."""
+    data = zlib.compress(words.astype("<u4").tobytes(), 6)
+    return base64.b64encode(data).decode()
+
+
+def mask_words(text: str, count: int) -> np.ndarray:
+    """``u32[count]``: undoes :func:`mask_text`. Raises ValueError for other text."""
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), 4 * count + 1)
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"not the packed words of a mask ({error}): mend the text.") from None
+    if len(data) != 4 * count:
+        raise ValueError(f"a mask of {len(data)} bytes: this engine's have {4 * count}.")
+    return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
 def fork_event(config: EngineConfig, new: forks.Fork) -> Fork:

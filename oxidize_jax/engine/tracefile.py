@@ -29,8 +29,10 @@ from oxidize_jax.engine.trace import (
     ResetPrefixCache,
     Restart,
     Run,
+    SetMasks,
     Submit,
     Trace,
+    mask_words,
 )
 from oxidize_jax.scheduler.submit import check_prompt
 
@@ -43,6 +45,7 @@ _KINDS: dict[str, type] = {
     "submit": Submit,
     "abort": Abort,
     "fork": Fork,
+    "set_masks": SetMasks,
     "reset_prefix_cache": ResetPrefixCache,
     "restart": Restart,
     "run": Run,
@@ -281,6 +284,8 @@ class _Reader:
         elif isinstance(event, Fork):
             self._check_fork(event)
             self._used.update(event.children)
+        elif isinstance(event, SetMasks):
+            self._check_masks(event)
         elif isinstance(event, Restart):
             self._used.clear()
 
@@ -301,6 +306,25 @@ class _Reader:
                 f"submit allows or bans ids, and token_mask_size={config.token_mask_size} is "
                 f"less than vocab_size={self._vocab_size}."
             )
+
+    def _check_masks(self, event: SetMasks) -> None:
+        count, most = len(event.slots), self._config.max_num_seqs
+        if not 1 <= count <= most:
+            raise ValueError(
+                f"set_masks.slots has {count} slots; the limit is 1 to max_num_seqs={most}."
+            )
+        for name in ("pause_at", "masks"):
+            if (got := len(getattr(event, name))) != count:
+                raise ValueError(
+                    f"set_masks.{name} has {got} entries for {count} slots: give each one."
+                )
+        if len(set(event.slots)) != count:
+            raise ValueError("set_masks.slots names a slot twice: give each once.")
+        for i, text in enumerate(event.masks):
+            try:
+                mask_words(text, self._config.token_mask_words)
+            except ValueError as error:
+                raise ValueError(f"set_masks.masks[{i}]: {error}") from None
 
     def _check_fork(self, event: Fork) -> None:
         count = len(event.children)
@@ -331,6 +355,10 @@ class _Limits:
             "slot": slot,
             "parent": slot,
             "children": _many(slot),
+            "slots": _many(slot),
+            "pause_after": count,
+            "pause_at": _many(count),
+            "masks": _many(_text),
             "prompt": _many(token),
             "stop_ids": _many(whole(-vocab_size, vocab_size)),
             "output": _many(token),
@@ -384,6 +412,12 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be true or false.")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: must be text.")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from oxidize_jax.engine.constraint import Constraint, Verdict
 from oxidize_jax.engine.programs import WINDOW, Drained
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.scheduler.state import ABORTED, LENGTH, POOL_EXHAUSTED, STOPPED
@@ -25,6 +26,10 @@ class RequestUpdate:
     pool_exhausted: bool
     num_cached_tokens: int
     num_preemptions: int
+    keeps_last: bool = False
+    """It stopped, but not with an id that stops: the last token is text like the others."""
+    failure: str | None = None
+    """Why the engine gave it up, in one line."""
 
 
 @dataclasses.dataclass
@@ -35,6 +40,7 @@ class Running:
     request: EngineRequest
     cursor: int
     """Tokens, the prompt included, that have been read."""
+    constraint: Constraint | None = None
 
 
 def news(request_id: int, running: Running, drained: Drained, ended: bool) -> RequestUpdate:
@@ -59,4 +65,18 @@ def news(request_id: int, running: Running, drained: Drained, ended: bool) -> Re
         pool_exhausted=ended and reason == POOL_EXHAUSTED,
         num_cached_tokens=int(drained.num_cached[slot]),
         num_preemptions=int(drained.num_preemptions[slot]),
+    )
+
+
+def judged(update: RequestUpdate, verdict: Verdict) -> RequestUpdate:
+    """``update`` as far as a grammar accepts it."""
+    count = verdict.num_accepted
+    return dataclasses.replace(
+        update,
+        token_ids=update.token_ids[:count],
+        logprobs=update.logprobs[:count],
+        top_logprobs=None if update.top_logprobs is None else update.top_logprobs[:count],
+        finish_reason=verdict.finish_reason or update.finish_reason,
+        keeps_last=verdict.finish_reason == "stop",
+        failure=verdict.failure,
     )

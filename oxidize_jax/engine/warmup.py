@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.step import Model, Params, init_state
-from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request
+from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request, pad_masks
 from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable, hits
 
 _THREADS = 2
@@ -125,6 +125,9 @@ def _programs(
         "fork": lambda: programs.fork.lower(config, scheduler, fork),
         "reset_prefix_cache": lambda: programs.reset_prefix_cache.lower(scheduler),
     }
+    if config.token_mask_words:
+        masks = pad_masks(config, (), (), ())
+        lowered["set_masks"] = lambda: programs.set_masks.lower(config, scheduler, masks)
     jobs = {name: partial(_compile, lower) for name, lower in lowered.items()}
     return {"run": partial(_prepare_run, config, model, params, state), **jobs}
 

@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from oxidize_jax.sampling.structured import StructuredOutputsParams, as_structured_outputs
+
 MAX_N = 64
 """Most completions of one prompt."""
 MAX_STOP_STRINGS = 16
@@ -92,6 +94,8 @@ class SamplingParams:
     not with a stream."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must keep to. A dict of its fields will do."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -140,6 +144,12 @@ class SamplingParams:
             if (count := getattr(self, name)) is not None:
                 hint = "use None for no log probabilities"
                 set_(self, name, _integer(name, count, 0, _INT32_MAX, hint))
+        set_(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ValueError(
+                "ignore_eos=True: structured_outputs ends with the model's end-of-sequence id; "
+                "leave ignore_eos out."
+            )
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):

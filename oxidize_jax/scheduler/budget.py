@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from oxidize_jax.arrays import prefix_sum
+from oxidize_jax.arrays import at_index, prefix_sum
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.scheduler.state import SchedulerState
 from oxidize_jax.types import state
@@ -38,6 +38,7 @@ def tiles_for(tokens: jax.Array, tile: int) -> jax.Array:
 def grant_running(config: EngineConfig, state: SchedulerState, order: jax.Array) -> Grants:
     """Share the budget among running rows, first come first served within each kind."""
     left = remaining_tokens(state)
+    left = jnp.where(at_index(is_paused(state), state.rows.request, False), 0, left)
     # The last token of a prompt is prompt work: it must not wait for those that came later.
     decodes = (left == 1) & _has_computed_prompt(state)
     due = jnp.where(decodes, 1, 0)
@@ -70,6 +71,11 @@ def left_for_admission(config: EngineConfig, grants: Grants) -> tuple[jax.Array,
     used = jnp.sum(grants.prefill, dtype=jnp.int32) + jnp.where(grants.decodes_first, decode, 0)
     tiles = jnp.sum(tiles_for(grants.prefill, config.prefill_tile), dtype=jnp.int32)
     return config.token_budget - used, config.max_prefill_tiles - tiles
+
+
+def is_paused(state: SchedulerState) -> jax.Array:
+    """bool[R]: has the tokens that the host has given a mask for."""
+    return state.requests.num_tokens >= state.requests.pause_at
 
 
 def remaining_tokens(state: SchedulerState) -> jax.Array:

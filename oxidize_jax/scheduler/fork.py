@@ -19,6 +19,7 @@ from oxidize_jax.arrays import at_index
 from oxidize_jax.blocks import hashing
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.scheduler.budget import is_paused
 from oxidize_jax.scheduler.queue import (
     first_in_line,
     is_preempted,
@@ -119,7 +120,7 @@ def place_forks(config: EngineConfig, state: SchedulerState) -> SchedulerState:
         can = (
             jnp.any(ready)
             & ~full
-            & ~jnp.any(is_preempted(state))
+            & ~jnp.any(is_preempted(state) & ~is_paused(state))
             & (uncommitted(config, state) > 0)
         )
         child = jnp.where(can, first_in_line(state, ready), config.max_num_requests)

@@ -90,6 +90,12 @@ def blocks_needed(config: EngineConfig, state: SchedulerState, grants: Grants) -
     return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
 
 
+def fits_in_place(config: EngineConfig, state: SchedulerState, tokens: jax.Array) -> jax.Array:
+    """bool[S]: rows whose next ``tokens i32[S]`` need no block, neither new nor copied."""
+    held = at_index(state.pool.ref_count, _write_block(config, state, tokens), 0)
+    return (_growth(config, state, tokens) == 0) & (held <= 1)
+
+
 def _last_row(state: SchedulerState) -> jax.Array:
     """i32[]: the running row that is last in order."""
     running = state.rows.request < state.requests.status.shape[0]

@@ -9,7 +9,7 @@ from jax import lax
 from oxidize_jax.arrays import at_index
 from oxidize_jax.blocks import pool as block_pool
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.scheduler.budget import remaining_tokens
+from oxidize_jax.scheduler.budget import is_paused, remaining_tokens
 from oxidize_jax.scheduler.state import RUNNING, WAITING, SchedulerState
 
 _INT32_MAX = 2**31 - 1
@@ -18,7 +18,7 @@ _INT32_MAX = 2**31 - 1
 def is_candidate(state: SchedulerState) -> jax.Array:
     """bool[R]: preempted, or waiting for nothing but room."""
     waiting = (state.requests.status == WAITING) & ~is_waiting_fork(state)
-    return waiting | is_preempted(state)
+    return (waiting | is_preempted(state)) & ~is_paused(state)
 
 
 def is_preempted(state: SchedulerState) -> jax.Array:

@@ -23,7 +23,7 @@ def schedule(config: EngineConfig, state: SchedulerState) -> SchedulerState:
     A plan's copies are part of the tables already, so a plan that is dropped loses them.
 
     A plan that schedules nothing means that nothing is left to do: every request that
-    was submitted has finished.
+    was submitted has finished, or is paused.
     """
     whole, state = state, without_sequences(state)
     state = renew_serials(state)

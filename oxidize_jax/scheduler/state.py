@@ -27,6 +27,8 @@ NOT_FINISHED, STOPPED, LENGTH, ABORTED, POOL_EXHAUSTED = range(5)
 
 HISTORY = 32
 """Steps whose statistics are kept."""
+NEVER = 2**31 - 1
+"""``pause_at`` of a request that is never paused: more tokens than any can have."""
 NUM_STATS = 14
 """F: figures of a step."""
 
@@ -55,6 +57,9 @@ class Requests(SamplingFields):
     """i32[R]: ``num_tokens`` at which it finishes with ``LENGTH``."""
     min_tokens: jax.Array
     """i32[R]: ``num_tokens`` below which stop ids are not sampled."""
+    pause_at: jax.Array
+    """i32[R]: ``num_tokens`` at which nothing more is sampled until the host says so; see
+    :mod:`~oxidize_jax.scheduler.pause`."""
     tokens: jax.Array
     """i32[R, N]"""
     logprobs: jax.Array
@@ -201,6 +206,7 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
         num_computed=ints(r),
         max_tokens=ints(r),
         min_tokens=ints(r),
+        pause_at=ints(r, value=NEVER),
         tokens=ints(r, n),
         logprobs=floats(r, n),
         top_ids=ints(r, n, a),

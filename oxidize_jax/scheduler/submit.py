@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from oxidize_jax.arrays import at_index
 from oxidize_jax.config import EngineConfig
@@ -14,6 +16,7 @@ from oxidize_jax.sampling.fields import SAMPLING_FIELDS, SamplingFields
 from oxidize_jax.scheduler.rows import finish
 from oxidize_jax.scheduler.state import (
     ABORTED,
+    NEVER,
     NOT_FINISHED,
     UNUSED,
     WAITING,
@@ -49,6 +52,8 @@ class NewRequest(SamplingFields):
     """bool[]"""
     fork_of: jax.Array
     """i32[]: slot of a request with the same prompt, whose blocks to share; ``R`` for none."""
+    pause_after: Any = np.int32(NEVER)
+    """i32[] >= 0: new tokens after which it is paused."""
 
 
 def check_prompt(config: EngineConfig, num_prompt_tokens: int) -> None:
@@ -129,6 +134,7 @@ def _write(
         "num_computed": jnp.zeros(shape, jnp.int32),
         "max_tokens": limit,
         "min_tokens": new.prompt_len + jnp.minimum(new.min_new_tokens, config.max_model_len),
+        "pause_at": new.prompt_len + jnp.minimum(new.pause_after, config.max_model_len),
         "tokens": new.tokens,
         "logprobs": jnp.zeros((*shape, config.max_model_len), jnp.float32),
         "stop_ids": new.stop_ids,

@@ -189,7 +189,7 @@ def test_value_that_starts_with_a_dash():
 
 def test_every_option_and_parameter_is_an_argument():
     args = vars(parsed())
-    not_needed = {"stop_token_ids", "skip_special_tokens"}
+    not_needed = {"stop_token_ids", "skip_special_tokens", "structured_outputs"}
     for cls in (Options, SamplingParams):
         for field in dataclasses.fields(cls):
             assert field.name in args or field.name in not_needed

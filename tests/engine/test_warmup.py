@@ -9,6 +9,7 @@ import pytest
 from fake_model import VOCAB, FakeModel, quick_jit, solo
 from host_engine import CONFIG, request, run, tokens
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from residues import Residues
 
 from oxidize_jax import executables
 from oxidize_jax.engine import programs
@@ -63,6 +64,7 @@ def use_everything(engine, rng, requests):
                 priority=rng.choice([0, -1]),
                 salt=rng.choice([0, 3]),
                 use_cache=rng.random() < 0.9,
+                grammar=rng.choice([None, None, Residues(rng.randrange(1, 9), ends=False)]),
             )
             ids += engine.add_group(sampled, keys)
         if ids and rng.random() < 0.3:
@@ -110,7 +112,7 @@ def test_the_counter_counts_what_is_compiled_from_its_beginning_on():
 
 def test_the_memory_of_an_engine_is_that_of_its_state_and_of_a_run(engine):
     warming = WarmUp(OWN, FakeModel(), None)
-    assert list(warming.finish())[-1] == len(warming) == 7
+    assert list(warming.finish())[-1] == len(warming) == 8
     memory = warming.memory()
     state = init_state(OWN, FakeModel())
     assert memory.state == sum(leaf.nbytes for leaf in jax.tree.leaves(state))

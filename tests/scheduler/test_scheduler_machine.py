@@ -29,6 +29,7 @@ from run_machine import (
     Abort,
     Fork,
     Reset,
+    Resume,
     Step,
     Submit,
     Twin,
@@ -38,6 +39,8 @@ from run_machine import (
     happened,
     submit_all,
 )
+
+from oxidize_jax.scheduler.state import NEVER
 
 DRAWS = st.integers(0, WORDS**6 - 1)
 PROMPTS = st.builds(
@@ -56,6 +59,7 @@ OPTIONS = st.builds(
     salt=st.sampled_from((0, 0, 0, 1)),
     use_cache=st.sampled_from((True, True, True, False)),
     stops=st.booleans(),
+    pause_after=st.sampled_from((NEVER, NEVER, NEVER, 0, 1, 2)),
 )
 
 
@@ -152,6 +156,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, slot) -> None:
         self.apply(Abort(slot % self.twin.config.max_num_requests))
 
+    @precondition(lambda self: self.requests)
+    @rule(
+        which=st.lists(st.integers(0, 7), min_size=1, max_size=MAX_CHILDREN, unique=True),
+        more=st.lists(st.sampled_from((1, 1, 2, 0)), min_size=MAX_CHILDREN, max_size=MAX_CHILDREN),
+    )
+    def resume(self, which, more) -> None:
+        """Paused requests go on for some tokens, and where none is, others are paused."""
+        paused = [r.slot for r in self.requests if r.paused] or [r.slot for r in self.requests]
+        slots = tuple(dict.fromkeys(paused[i % len(paused)] for i in which))
+        self.apply(Resume(slots, tuple(more[: len(slots)])))
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.apply(Reset())
@@ -187,7 +202,7 @@ def run_varied(name: str, examples: int, start: int) -> None:
 
 def missing(name: str, seen: Counter[str]) -> list[str]:
     """What the examples should have met and have not."""
-    kinds = ("submit", "abort", "fork", "step", "reset")
+    kinds = ("submit", "abort", "fork", "resume", "step", "reset")
     wanted = [f"event {kind}" for kind in kinds]
     wanted += ["prompts refused", "forks refused", "forks placed", "preemptions", "copies"]
     wanted += [f"finished: {reason}" for reason in ("stop", "length", "abort")]

@@ -32,10 +32,12 @@ from oxidize_jax.sampling.sampler import SampleOutput
 from oxidize_jax.scheduler import fork as forks
 from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.commit import commit
+from oxidize_jax.scheduler.pause import MaskUpdate, set_masks
 from oxidize_jax.scheduler.reset import reset_prefix_cache
 from oxidize_jax.scheduler.schedule import schedule
 from oxidize_jax.scheduler.state import (
     FINISHED,
+    NEVER,
     NO_TOKEN,
     UNUSED,
     SchedulerState,
@@ -110,6 +112,7 @@ class Submit:
     salt: int = 0
     use_cache: bool = True
     stops: bool = False
+    pause_after: int = NEVER
     fork_of: int | None = None
 
 
@@ -128,6 +131,14 @@ class Fork:
 
 
 @dataclasses.dataclass(frozen=True)
+class Resume:
+    """Requests may have ``more`` tokens each than they have; 0 pauses them."""
+
+    slots: tuple[int, ...]
+    more: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """Commit and plan; digit i of ``draw`` to the base WORDS is what row i samples."""
 
@@ -139,7 +150,7 @@ class Reset:
     """Forget the prefix cache."""
 
 
-Event = Submit | Abort | Fork | Step | Reset
+Event = Submit | Abort | Fork | Resume | Step | Reset
 
 
 class Violation(AssertionError):
@@ -156,6 +167,7 @@ class Programs:
     submit: Any
     abort: Any
     fork: Any
+    resume: Any
     step: Any
     reset: Any
 
@@ -184,6 +196,7 @@ def programs(config: EngineConfig) -> Programs:
         submit=compiled(functools.partial(submit, config)),
         abort=compiled(abort),
         fork=compiled(functools.partial(forks.fork, config)),
+        resume=compiled(functools.partial(set_masks, config)),
         step=compiled(step),
         reset=compiled(reset_prefix_cache),
     )
@@ -234,6 +247,8 @@ class Twin:
 
     def can(self, event: Event) -> bool:
         """Whether the caller of the scheduler may make this event now."""
+        if isinstance(event, Resume):
+            return all(self.model.slots[slot] is not None for slot in event.slots)
         if not isinstance(event, Submit):
             return True
         if event.fork_of is None:
@@ -267,6 +282,10 @@ class Twin:
         bound = 50 + sum(60 * r.max_tokens for r in self.model.slots if r is not None and r.alive)
         for turn in range(bound):
             self.apply(Step(draw=turn * 2654435761 % WORDS**8))
+            paused = [q.slot for q in self.model.slots if q is not None and q.alive and q.paused]
+            if paused and not (self.model.scheduled and turn % 2):
+                some = tuple(paused[:MAX_CHILDREN])
+                self.apply(Resume(some, tuple(1 + (turn + slot) % 3 for slot in some)))
             if self.is_idle():
                 break
         else:
@@ -296,6 +315,7 @@ class Twin:
             "use_cache": event.use_cache,
         }
         new = new_request(self.config, event.prompt, fork_of=event.fork_of, **options)
+        new = dataclasses.replace(new, pause_after=np.int32(event.pause_after))
         parent = None if event.fork_of is None else self.model.slots[event.fork_of]
         self._set(*self._run.submit(self.state, np.int32(event.slot), new))
         self.model.submit(
@@ -305,6 +325,7 @@ class Twin:
                 prompt_len=count,
                 fork_of=parent,
                 fork_len=count,
+                pause_at=event.pause_after,
                 **options,
             )
         )
@@ -336,6 +357,20 @@ class Twin:
         if not done:
             self.seen["forks refused"] += 1
             assert np.array_equal(before, self._packed), "a refused fork has changed the state"
+
+    def _resume(self, event: Resume) -> None:
+        lanes = MAX_CHILDREN
+        pause_at = {
+            slot: len(self.model.slots[slot].tokens) + more
+            for slot, more in zip(event.slots, event.more, strict=True)
+        }
+        new = MaskUpdate(
+            slots=_pad(event.slots, lanes, self.config.max_num_requests),
+            masks=np.zeros((lanes, self.config.token_mask_words), np.uint32),
+            pause_at=_pad(list(pause_at.values()), lanes, 0),
+        )
+        self._set(*self._run.resume(self.state, new))
+        self.model.set_masks(pause_at)
 
     def _step(self, event: Step) -> None:
         rows = range(self.config.max_num_seqs)
@@ -485,6 +520,7 @@ _FIELDS = (
     "num_computed",
     "max_tokens",
     "min_tokens",
+    "pause_at",
     "salt",
     "use_cache",
     "fork_len",
@@ -525,6 +561,7 @@ class Load:
             self.late: 3,
             self.fork: 6,
             self.abort: 6,
+            self.resume: 8,
             self.reset: 3,
         }
         (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
@@ -561,6 +598,7 @@ class Load:
             salt=rng.choice((0, 0, 0, 1)),
             use_cache=rng.random() < 0.85,
             stops=rng.random() < 0.5,
+            pause_after=rng.choice((NEVER, NEVER, 0, 1, 2)),
         )
         # Without a parent the same prompts meet in the prefix cache only.
         return submit_all(event, slots, forks=rng.random() < 0.6)
@@ -589,6 +627,14 @@ class Load:
 
     def abort(self) -> list[Event]:
         return [Abort(self.rng.randrange(self.twin.config.max_num_requests))]
+
+    def resume(self) -> list[Event]:
+        """Most often all that are paused go on; at times anyone is paused, or goes on."""
+        slots = [q.slot for q in self.twin.model.slots if q is not None]
+        if self.rng.random() < 0.8:
+            slots = [slot for slot in slots if self.twin.model.slots[slot].paused]
+        some = self.rng.sample(slots, min(len(slots), MAX_CHILDREN))
+        return [Resume(tuple(some), tuple(self.rng.choices((0, 1, 1, 1, 2), k=len(some))))]
 
     def reset(self) -> list[Event]:
         return [Reset()]

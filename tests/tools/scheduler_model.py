@@ -15,6 +15,7 @@ from oxidize_jax.scheduler.state import (
     ABORTED,
     FINISHED,
     LENGTH,
+    NEVER,
     NOT_FINISHED,
     POOL_EXHAUSTED,
     RUNNING,
@@ -139,6 +140,8 @@ class Request:
     fork_of: Request | None
     fork_len: int
     key: tuple[int, int] = (0, 0)
+    pause_at: int = NEVER
+    """All tokens; see ``SchedulerModel.submit``."""
     logprobs: list[float] = dataclasses.field(default_factory=list)
     status: int = WAITING
     finish_reason: int = NOT_FINISHED
@@ -159,13 +162,18 @@ class Request:
         return self.status == RUNNING and self.row is None
 
     @property
+    def paused(self) -> bool:
+        return len(self.tokens) >= self.pause_at
+
+    @property
     def waits_for_parent(self) -> bool:
         return self.status == WAITING and self.fork_of is not None and self.fork_of.alive
 
     @property
     def queues(self) -> bool:
         """Lacks nothing but room."""
-        return self.preempted or (self.status == WAITING and not self.waits_for_parent)
+        waits = self.status == WAITING and not self.waits_for_parent
+        return (self.preempted or waits) and not self.paused
 
     @property
     def place_in_line(self) -> tuple[bool, int, int]:
@@ -236,7 +244,8 @@ class SchedulerModel:
         return request is None or (request.status == FINISHED and request.row is None)
 
     def submit(self, request: Request) -> None:
-        """``max_tokens`` and ``min_tokens`` come as counts of new tokens."""
+        """``max_tokens``, ``min_tokens`` and ``pause_at`` come as counts of new tokens."""
+        request.pause_at = request.prompt_len + min(request.pause_at, self.config.max_model_len)
         request.max_tokens = min(request.prompt_len + request.max_tokens, self.config.max_model_len)
         request.min_tokens += request.prompt_len
         self._enter_slot(request)
@@ -245,6 +254,32 @@ class SchedulerModel:
         request = self.slots[slot]
         if request is not None:
             self._finish(request, ABORTED)
+
+    def set_masks(self, pause_at: dict[int, int]) -> None:
+        """Pause requests, by slot, at other numbers of tokens.
+
+        Those that go on join a step that is planned, where they need no block and it has room.
+        """
+        k, resumed = self.config.block_size, []
+        for slot, tokens in pause_at.items():
+            request = self.slots[slot]
+            was_paused, request.pause_at = request.paused, tokens
+            if was_paused and not request.paused and request.row and request.status == RUNNING:
+                resumed.append(request.row)
+        left = self.config.max_num_batched_tokens - sum(self.scheduled.values())
+        planned = bool(self.scheduled)
+        for row in self._in_order():
+            column = row.kv_len // k
+            held = column < len(row.blocks)
+            copies = (
+                held and row.kv_len == row.computed and self.pool.holders[row.blocks[column]] > 1
+            )
+            fits = row.computed < len(row.blocks) * k and not copies
+            joins = row in resumed and row.index not in self.scheduled and row.lacking == 1
+            if planned and joins and fits and left:
+                self.scheduled[row.index] = 1
+                left -= 1
+                self.seen["resumed into a plan"] += 1
 
     def fork(
         self,
@@ -353,7 +388,7 @@ class SchedulerModel:
     # Forks: rows for those whose parent has computed what they have in common.
 
     def _place_forks(self) -> None:
-        while None in self.rows and not any(r.preempted for r in self._requests()):
+        while None in self.rows and not any(r.preempted and not r.paused for r in self._requests()):
             ready = [r for r in self._requests() if self._is_ready(r)]
             if not ready or self._uncommitted() <= 0:
                 return
@@ -417,6 +452,8 @@ class SchedulerModel:
         tokens, tiles = self.config.max_num_batched_tokens, self.config.max_prefill_tiles
         grants = Grants(self.config.policy == "decode_first" or self.decode_turn)
         for row in sorted(self._in_order(), key=lambda row: row.decodes != grants.decodes_first):
+            if row.request.paused:
+                continue
             if row.decodes:
                 chunk = min(1, tokens)
                 grants.decode[row.index] = chunk

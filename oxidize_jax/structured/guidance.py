@@ -1,0 +1,198 @@
+"""llguidance behind the engine's :class:`~oxidize_jax.engine.constraint.Grammar`.
+
+llguidance walks the vocabulary as a trie of bytes through lexer and Earley parser, and bounds
+every step by fuel, so that no grammar can hold up the engine. Everything of it is imported
+where it is first used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from oxidize_jax.sampling.structured import StructuredOutputsParams
+from oxidize_jax.sampling.token_mask import pack_token_mask
+from oxidize_jax.text.tokenizer import Tokenizer
+
+_WHITESPACE = r"( |\n {0,16})?"
+"""Between the tokens of JSON: enough to write it on one line or on many, and never without end."""
+_LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""llguidance's own, which end any step within some 20 ms; states take about 2 kB each."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of a model as llguidance sees them: the bytes that the detokenizer writes."""
+
+    tokenizer: Any
+    """llguidance's LLTokenizer."""
+    num_words: int
+    """Words of a mask of llguidance."""
+    spoken: np.ndarray
+    """``u32[ceil(V / 32)]``: ids that may be sampled at all; ids without bytes are not."""
+    ends: frozenset[int]
+    """Ids that end a sequence."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+        """Takes half a second. Raises ValueError where llguidance is not installed, or where
+        nothing ends a sequence."""
+        lib = llguidance()
+        ends = [i for i in tokenizer.eos_token_ids if i < vocab_size]
+        if not ends:
+            raise ValueError(
+                "structured_outputs: this tokenizer has no end-of-sequence id, which ends a "
+                "structured output: use a model that has one."
+            )
+        size = max(vocab_size, tokenizer.vocab_size)
+        pieces = [*tokenizer.pieces, *[b""] * (size - tokenizer.vocab_size)]
+        wrapped = lib.TokenizerWrapper(_Backend(tokenizer, pieces, ends[0]))
+        silent = [i for i, piece in enumerate(pieces[:vocab_size]) if not piece]
+        silent += [i for i in tokenizer.special_token_ids if i < vocab_size]
+        return cls(
+            tokenizer=lib.LLTokenizer(wrapped, n_vocab=size, eos_token=ends),
+            num_words=-(-size // 32),
+            spoken=pack_token_mask(vocab_size, None, sorted(set(silent) - set(ends))),
+            ends=frozenset(ends),
+        )
+
+
+class _Backend:
+    """What llguidance's TokenizerWrapper asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes], eos: int) -> None:
+        self.tokens = pieces
+        self.eos_token_id = eos
+        self.special_token_ids = sorted(tokenizer.special_token_ids)
+        self._encode = tokenizer.backend.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+
+class GuidanceGrammar:
+    """An output's place in a compiled grammar."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._mask: np.ndarray | None = None
+        self._ended = False
+
+    def mask(self) -> np.ndarray:
+        """``u32[ceil(V / 32)]``. Raises ValueError where a limit is met."""
+        if self._mask is None:
+            words = np.zeros((self._vocabulary.num_words,), np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._check()
+            self._mask = words[: self._vocabulary.spoken.size] & self._vocabulary.spoken
+        return self._mask
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Move on; False for what does not fit. Raises ValueError where a limit is met."""
+        return all(map(self._accept, token_ids))
+
+    def _accept(self, token: int) -> bool:
+        if token in self._vocabulary.ends:
+            # Not given to the matcher, which would take it for the end of all.
+            self._ended = self.is_complete and not self._ended
+            return self._ended
+        fits = not self._ended and self._matcher.validate_tokens([token]) == 1
+        fits = fits and self._matcher.consume_token(token)
+        self._check()
+        self._mask = None
+        return fits
+
+    @property
+    def is_finished(self) -> bool:
+        """An id that ends a sequence was accepted."""
+        return self._ended
+
+    def copy(self) -> GuidanceGrammar:
+        """Another output at the same place."""
+        twin = GuidanceGrammar(self._vocabulary, self._matcher.deep_copy())
+        twin._mask, twin._ended = self._mask, self._ended
+        return twin
+
+    @property
+    def is_complete(self) -> bool:
+        """The output may end here."""
+        return bool(self._matcher.is_accepting())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(_first_line(self._matcher.get_error()))
+
+
+def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> GuidanceGrammar:
+    """A grammar at its start, with its first mask. Raises ValueError, in one line."""
+    lib, where = llguidance(), f"structured_outputs.{params.kind}"
+    try:
+        source = _source(lib, params)
+    except ValueError as error:
+        raise ValueError(f"{where}: {_first_line(str(error))}") from None
+    limits = lib.LLParserLimits(**_LIMITS)
+    matcher = lib.LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(f"{where}: {_first_line(matcher.get_error())}")
+    grammar = GuidanceGrammar(vocabulary, matcher)
+    try:
+        mask = grammar.mask()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
+        raise ValueError(f"{where}: no text keeps to it that this vocabulary can spell; mend it.")
+    return grammar
+
+
+def _source(lib: Any, params: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's form."""
+    text = params.text
+    if params.kind == "json":
+        options = {"lenient": False, "whitespace_pattern": _WHITESPACE}
+        return lib.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    if params.kind == "regex":
+        return lib.LLMatcher.grammar_from_regex(_without_anchors(text))
+    if params.kind == "choice":
+        choices = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice or ())
+        return lib.LLMatcher.grammar_from_lark(f"start: {choices}")
+    return lib.LLMatcher.grammar_from_lark(text)
+
+
+def _without_anchors(regex: str) -> str:
+    """The whole text is matched in any case, and anchors mean nothing to llguidance."""
+    regex = regex.removeprefix("^")
+    backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
+    return regex[:-1] if regex.endswith("$") and backslashes % 2 == 0 else regex
+
+
+def _first_line(message: str) -> str:
+    """What is wrong, in one line of bearable length."""
+    line = " ".join(message.split()) or "the grammar cannot be used"
+    return f"{line if len(line) <= 300 else line[:300] + '...'} (llguidance)"
+
+
+def llguidance() -> Any:
+    """The package. Raises ValueError where it is not installed."""
+    try:
+        import llguidance
+        from llguidance import _lib  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "structured_outputs: llguidance is not installed: pip install 'oxidize-jax[structured]'"
+        ) from None
+    return llguidance
