@@ -129,6 +129,7 @@ def _llm(dtype: str, deterministic: bool) -> LLM:
         deterministic=deterministic,
         max_model_len=256,
         max_num_seqs=16,
+        max_num_batched_tokens=128,
         num_blocks=256,
         max_logprobs=3,
         progress=False,
