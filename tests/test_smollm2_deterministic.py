@@ -8,7 +8,7 @@ from bits import bits, preemptions
 from mixed_batch import mixed_params, solo, together
 
 from oxidize_jax import LLM
-from oxidize_jax.engine.engine import Engine, EngineRequest
+from oxidize_jax.engine.engine import EngineRequest
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def llm(request, smollm2_path):
         deterministic=True,
         max_model_len=192,
         max_num_seqs=16,
-        num_blocks=256,
+        num_blocks=40,
         max_logprobs=3,
         progress=False,
     )
@@ -52,13 +52,13 @@ def test_alone_among_32_neighbours_and_with_its_prompt_cached(llm):
     assert turned[-2::-1] == among[:9] + among[10:]
 
 
-def test_preempted_and_in_other_chunks(llm):
+def test_preempted_and_computed_anew(llm):
     expected = bits(llm.engine, [ONE])[0]
-    config = dataclasses.replace(llm.config, num_blocks=20, max_num_batched_tokens=21)
-    tight = Engine(config, llm.engine.model, llm.engine.params)
-    company = [dataclasses.replace(ONE, salt=salt) for salt in range(4)]
-    assert bits(tight, company) == [expected] * 4
-    assert preemptions(tight) > 0
+    before = preemptions(llm.engine)
+    # Each has a salt of its own, hence no blocks of another's.
+    company = [dataclasses.replace(ONE, salt=salt) for salt in range(1, 9)]
+    assert bits(llm.engine, company) == [expected] * 8
+    assert preemptions(llm.engine) > before
 
 
 def test_64_requests_with_every_option_are_each_as_alone(llm):

@@ -426,7 +426,6 @@ def test_a_parameter_that_is_not_as_it_must_be_is_named(own, form, change, name)
         norms = {n: leaf for n, leaf in own.items() if n.endswith("norm.weight")}
         params = {n: leaf.astype(jnp.bfloat16) for n, leaf in own.items()} | norms
     model, leaves = build(MODEL, params)
-    shapes_with(model, leaves)
     if form == "own":
         leaves = own
     named = "layers.x.weight" if change == "unknown" else name

@@ -14,7 +14,7 @@ PROMPTS = [("The sea", "Hello there", "abcabcabc", "x", "The sea is")[i % 5] for
 
 @pytest.fixture(scope="module")
 def exact(make_llm):
-    return make_llm(deterministic=True, max_num_seqs=8, num_blocks=40, check_invariants=True)
+    return make_llm(deterministic=True, max_num_seqs=8, num_blocks=16, check_invariants=True)
 
 
 def test_sv09_64_requests_with_every_option_are_each_as_alone(exact):

@@ -95,7 +95,7 @@ def cases(draw, tokenizer):
     return ids, chunks, tuple(stops), reason, prompt, skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("family", ["byte_level", "spm"])
 def test_tx01_tx06_any_chunks_give_the_one_shot_text_up_to_the_first_stop(request, family, data):
@@ -120,7 +120,7 @@ def test_tx01_tx06_any_chunks_give_the_one_shot_text_up_to_the_first_stop(reques
         assert not any(stop in output.text for stop in stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("family", ["byte_level", "spm"])
 def test_chunks_change_nothing_but_when_it_is_told(request, family, data):
