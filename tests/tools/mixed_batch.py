@@ -54,9 +54,16 @@ def _options(letters: Sequence[int], rng: random.Random, seed: int) -> dict[str,
         "stop": lambda: rng.sample(["a", "b", "d", " the", "e", "ing"], 3),
         "ignore_eos": lambda: True,
         "logprobs": lambda: rng.randint(0, 3),
+        "prompt_logprobs": lambda: rng.randint(0, 3),
+        "best_of": lambda: rng.randint(3, 4),
         "skip_special_tokens": lambda: False,
     }
     chosen = {name: make() for name, make in choices.items() if rng.random() < 0.3}
+    if rng.random() < 0.15:
+        # Not together with what may leave it no token, or no end.
+        for name in ("allowed_token_ids", "banned_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+            chosen.pop(name, None)
+        chosen["structured_outputs"] = {"regex": "[a-e]{2,6}"}
     return {
         "seed": seed,
         "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
