@@ -59,7 +59,10 @@ class Completion:
             # The text of the token that ended a generation is not part of it.
             if update.finish_reason == "stop" and i == last and not update.keeps_last:
                 break
-            self._text += self._stops.add(self._detokenizer.add([token]))
+            new = self._detokenizer.add([token])
+            # As in vLLM, no text of the first min_tokens tokens ends a request.
+            too_early = len(self._ids) <= self._params.min_tokens
+            self._text += new if too_early else self._stops.add(new)
             if self._stops.matched is not None:
                 break
         self._text += self._finish(update)

@@ -79,7 +79,8 @@ class SamplingParams:
     """Most new tokens; None: as many as ``max_model_len`` has room for."""
     min_tokens: int = 0
     """Until there are this many new tokens, no id that would end the request is sampled, nor one
-    of the model's end-of-sequence ids that ``ignore_eos`` passes over (vLLM's rule too)."""
+    of the model's end-of-sequence ids that ``ignore_eos`` passes over, and none of their text is
+    taken for a stop string (vLLM's rules too)."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the request, beside the model's own."""
     stop: tuple[str, ...] | str | None = None

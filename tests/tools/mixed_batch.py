@@ -61,7 +61,13 @@ def _options(letters: Sequence[int], rng: random.Random, seed: int) -> dict[str,
     chosen = {name: make() for name, make in choices.items() if rng.random() < 0.3}
     if rng.random() < 0.15:
         # Not together with what may leave it no token, or no end.
-        for name in ("allowed_token_ids", "banned_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+        for name in (
+            "allowed_token_ids",
+            "banned_token_ids",
+            "bad_words",
+            "min_tokens",
+            "ignore_eos",
+        ):
             chosen.pop(name, None)
         chosen["structured_outputs"] = {"regex": "[a-e]{2,6}"}
     return {
