@@ -115,6 +115,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("n", int, "N", "completions of each prompt (default: 1)")
     add("logprobs", _whole_or_none, "N", "with --json: log probabilities of N alternatives for "
         "each token; 0: of the chosen token alone")  # fmt: skip
+    add("prompt_logprobs", _whole_or_none, "N", "with --json: the same of each token of the prompt")
     group.add_argument(
         "--stop",
         action="append",
