@@ -112,8 +112,12 @@ def run(args: argparse.Namespace) -> int:
     args.structured_outputs = structured_outputs(args)
     params = sampling_params(args)
     beams = beam_params(args, params)
-    if args.logprobs is not None and not args.json:
-        raise UsageError("--logprobs: log probabilities are written with --json only; add it.")
+    for flag, count in (
+        ("--logprobs", args.logprobs),
+        ("--prompt-logprobs", args.prompt_logprobs),
+    ):
+        if count is not None and not args.json:
+            raise UsageError(f"{flag}: log probabilities are written with --json only; add it.")
     if args.system is not None and args.chat is False:
         raise UsageError("--system: a system message needs a chat; leave out --raw.")
     texts = read_prompts([*args.words, *args.prompt], args.file)
@@ -164,8 +168,9 @@ def llm_options(
         options.setdefault("max_num_seqs", sizes[0])
         if longest < _LONG_TEXT:
             options.setdefault("max_num_batched_tokens", _SHORT_STEP)
-    if (params.logprobs or 0) > _DEFAULT_MAX_LOGPROBS:
-        options.setdefault("max_logprobs", min(params.logprobs or 0, _MOST_LOGPROBS))
+    most = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    if most > _DEFAULT_MAX_LOGPROBS:
+        options.setdefault("max_logprobs", min(most, _MOST_LOGPROBS))
     return options
 
 
@@ -174,11 +179,13 @@ def _check_logprobs(params: SamplingParams, options: dict[str, Any]) -> None:
     from oxidize_jax.options import Options
 
     limit = options.get("max_logprobs", Options.max_logprobs)
-    if (params.logprobs or 0) > limit:
-        raise UsageError(
-            f"--logprobs {params.logprobs}: the limit is --max-logprobs {limit}; ask for fewer, or "
-            "raise that (it takes memory for every token)."
-        )
+    given = {"--logprobs": params.logprobs, "--prompt-logprobs": params.prompt_logprobs}
+    for flag, count in given.items():
+        if (count or 0) > limit:
+            raise UsageError(
+                f"{flag} {count}: the limit is --max-logprobs {limit}; ask for fewer, or raise "
+                "that (it takes memory for every token)."
+            )
 
 
 def _load(options: dict[str, Any], status: Status) -> LLM:
@@ -284,6 +291,7 @@ def record(index: int, text: str, output: RequestOutput) -> dict[str, Any]:
             "cached_tokens": output.usage.cached_tokens,
         },
         "prompt_token_ids": list(output.prompt_token_ids),
+        "prompt_logprobs": _prompt_records(output),
         "request_id": output.request_id,
         "finished": output.finished,
     }
@@ -302,15 +310,26 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
     }
 
 
+def _prompt_records(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """The same for each token of the prompt, itself among the alternatives; null for the first."""
+    if output.prompt_logprobs is None:
+        return None
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    return [None if entry is None else _token_record(token, entry) for token, entry in pairs]
+
+
 def _token_records(completion: CompletionOutput) -> list[dict[str, Any]] | None:
     """For each token its own log probability and the alternatives, best first."""
     if completion.logprobs is None:
         return None
-    return [
-        _logprob_record(token, entry[token])
-        | {"alternatives": [_logprob_record(i, e) for i, e in entry.items() if e.rank is not None]}
-        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [_token_record(token, entry) for token, entry in pairs]
+
+
+def _token_record(token: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+    alternatives = [_logprob_record(i, e) for i, e in entry.items() if e.rank is not None]
+    alternatives.sort(key=lambda one: one["rank"])
+    return _logprob_record(token, entry[token]) | {"alternatives": alternatives}
 
 
 def _logprob_record(token: int, entry: Logprob) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("best_of", _whole_or_none, "N", "sample N completions and write the --n likeliest of them")
     add("logprobs", _whole_or_none, "N", "with --json: log probabilities of N alternatives for "
         "each token; 0: of the chosen token alone")  # fmt: skip
+    add("prompt_logprobs", _whole_or_none, "N", "with --json: the same of each token of the prompt")
     group.add_argument(
         "--stop",
         action="append",

@@ -59,6 +59,8 @@ def stdin(monkeypatch):
     [
         (["--help"], 0),
         (["generate", "--help"], 0),
+        (["score", "--help"], 0),
+        (["score", ""], 2),
         (["models", "--help"], 0),
         (["fetch", "--help"], 0),
         (["generate", "--max-tokens", "0", "x"], 2),

@@ -76,3 +76,23 @@ def test_refusals(refused, config, tmp_path):
     assert "window=65: must be a whole number, 2 to 64" in refused(
         "score", "--config", config, "--window", "65", "x"
     )
+
+
+def test_prompt_logprobs_of_generate(run, config, refused, llm):
+    argv = ["--raw", "once", "--max-tokens", "1", "--prompt-logprobs"]
+    status, out, _ = run("generate", "--config", config, *argv, "2", "--json")
+    assert status == 0
+    (scores,) = llm.score("once", top_logprobs=2)
+    first, *others = json.loads(out)["prompt_logprobs"]
+    assert first is None
+    for got, entry, token in zip(
+        others, scores.prompt_logprobs[1:], scores.prompt_token_ids[1:], strict=True
+    ):
+        assert (got["token_id"], got["rank"]) == (token, entry[token].rank)
+        assert got["logprob"] == pytest.approx(entry[token].logprob, abs=1e-5)
+        assert {a["token_id"] for a in got["alternatives"]} == entry.keys()
+        ranks = [a["rank"] for a in got["alternatives"]]
+        assert ranks == sorted(ranks)
+    assert refused("generate", *argv, "2").startswith("--prompt-logprobs: log probabilities are")
+    message = refused("generate", "--config", config, *argv, "4", "--json")
+    assert message.startswith("--prompt-logprobs 4: the limit is --max-logprobs 3; ")

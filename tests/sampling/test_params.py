@@ -39,6 +39,7 @@ def test_defaults_are_those_of_vllm():
         "stop": (),
         "ignore_eos": False,
         "logprobs": None,
+        "prompt_logprobs": None,
         "skip_special_tokens": True,
     }
 
