@@ -70,7 +70,7 @@ def make_smollm2(folder: pathlib.Path) -> list[dict[str, Any]]:
         found = 0
         for entry in greedy:
             penalty, early = (s := next(settings))[1], s[0]
-            case = run(model, entry["prompt_ids"], width, 20, [2], penalty, early)
+            case = run(model, entry["prompt_ids"], width, 16, [2], penalty, early)
             print(entry["prompt"][:40], width, case["margin"], flush=True)
             if case["margin"] >= LEAST_MARGIN:
                 cases.append(case)
