@@ -40,6 +40,7 @@ def test_defaults_are_those_of_vllm():
         "ignore_eos": False,
         "logprobs": None,
         "skip_special_tokens": True,
+        "structured_outputs": None,
     }
 
 
