@@ -20,6 +20,7 @@ def test_defaults_are_those_of_vllm():
     params = SamplingParams()
     assert dataclasses.asdict(params) == {
         "n": 1,
+        "best_of": None,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
