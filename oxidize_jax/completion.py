@@ -188,7 +188,7 @@ class Group:
     def _returned(self) -> tuple[CompletionOutput, ...]:
         """All completions; with ``best_of`` the likeliest ``n`` of them, the first of equals."""
         outputs = [completion.output() for completion in self.completions]
-        if self.params.best_of is None:
+        if self.params.num_sampled == self.params.n:
             return tuple(outputs)
         best = sorted(outputs, key=lambda output: -output.cumulative_logprob)[: self.params.n]
         return tuple(dataclasses.replace(output, index=i) for i, output in enumerate(best))

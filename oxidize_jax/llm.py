@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import random
@@ -215,17 +216,18 @@ class LLM(Scores):
 
         Raises ValueError for ``best_of`` above ``n``: nobody knows the best before the end.
         """
-        if sampling_params is not None and sampling_params.num_sampled > sampling_params.n:
+        (params,) = as_params(sampling_params, 1)
+        if params.num_sampled > params.n:
             raise ValueError(
-                f"best_of={sampling_params.best_of}: which {sampling_params.n} are the best is "
+                f"best_of={params.best_of}: which {params.n} are the best is "
                 "known at the end only; use generate, or leave best_of out."
             )
-        (group,) = self._groups([prompt], sampling_params)
-        if group.params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:
             raise ValueError(
-                f"prompt_logprobs={group.params.prompt_logprobs}: a stream has none; ask "
+                f"prompt_logprobs={params.prompt_logprobs}: a stream has none; ask "
                 "LLM.generate or LLM.score for them."
             )
+        (group,) = self._groups([prompt], params)
         return self._stream(group)
 
     def chat_prompt(
@@ -240,10 +242,12 @@ class LLM(Scores):
 
         Streams that run meanwhile go on with the KV they have, and nobody else shares it.
         """
-        with self._engine_lock:
-            self.engine.reset_prefix_cache()
-        with self._news:
-            self._news.notify_all()  # that the engine can be run again
+        try:
+            with self._engine_lock, self._losing():
+                self.engine.reset_prefix_cache()
+        finally:
+            with self._news:
+                self._news.notify_all()  # that the engine can be run again
 
     def _search(
         self,
@@ -252,9 +256,14 @@ class LLM(Scores):
         stop_ids: tuple[int, ...],
         report: Callable[[int], Any],
     ) -> list[BeamSearchOutput]:
-        """The search itself; if it fails, the engine has lost what it ran."""
-        try:
+        with self._losing():
             return search_prompts(self.engine, self.tokenizer, prompts, params, stop_ids, report)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """If what is done to the engine fails, it has lost what it ran: say so to who waits."""
+        try:
+            yield
         except BaseException:
             with self._news:
                 self._lost.update(i for i in self._running if not self.engine.has(i))

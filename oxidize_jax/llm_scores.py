@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,6 +101,10 @@ class Scores:
         Raises:
           ValueError: one of the two is empty, or both together are too long.
         """
+        if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+            raise ValueError(
+                f"pairs is {type(pairs).__name__}: give a list of (context, continuation) pairs."
+            )
         sequences, starts = [], []
         for i, pair in enumerate(pairs):
             with _where(f"pairs[{i}]", len(pairs)):
@@ -142,7 +146,8 @@ class Scores:
         not overlap, and the first token of each is not scored.
 
         Args:
-          text: one prompt, in text or token ids.
+          text: one prompt, in text or token ids. Of a single token nothing is scored, and its
+            perplexity is NaN.
           window: tokens of a window, up to ``max_model_len``, the default.
           stride: tokens from one window's beginning to the next; default: half of ``window``.
         """
@@ -153,6 +158,8 @@ class Scores:
         step = max(1, size // 2)
         if stride is not None:
             step = _whole("stride", stride, 1, size, "use at most the window's size")
+        if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
+            raise ValueError("text is a list of texts: perplexity takes one; join them.")
         _, ids = self._encode(text)
         if not ids:
             raise ValueError("prompt has 0 tokens: give at least one token (text, or token ids).")
@@ -268,6 +275,9 @@ class Scores:
         """The ids of context and continuation together, and where the continuation begins."""
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"{pair!r:.60}: give a (context, continuation) pair.")
+        for name, part in zip(("context", "continuation"), pair, strict=True):
+            if not isinstance(part, str | Mapping | Sequence | np.ndarray):
+                raise ValueError(f"{name} is {type(part).__name__}: give text or token ids.")
         given = [single_text_or_ids(part) for part in pair]
         if isinstance(given[0], str) != isinstance(given[1], str):
             raise ValueError(

@@ -120,6 +120,9 @@ def start_search(
         num_tokens=each(new.prompt_len),
         salt=each(new.salt),
         arrival=lane,
+        # A search has shapes of its own, and rounds as they do: what a deterministic engine finds
+        # in its cache must not come from there.
+        use_cache=jnp.full((slots,), not config.deterministic),
     )
     beams = begin(width, new.max_tokens, config.max_model_len)
     search = Search(

@@ -17,8 +17,9 @@ MAX_CHOICES = 1_024
 class StructuredOutputsParams:
     """One of these, and the output is text of that kind (vLLM's names).
 
-    It is that to its end if the request finishes with ``stop``; with ``length`` it is the
-    beginning of such a text. Raises ValueError naming the field, and what to do.
+    It is that to its end if the request finishes with ``stop``; with ``length``, or where a stop
+    string cuts it, it is the beginning of such a text. Raises ValueError naming the field, and
+    what to do.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -76,6 +77,7 @@ def _schema_text(schema: Any) -> str:
     where = "structured_outputs.json"
     try:
         value = json_format.loads(schema) if isinstance(schema, str) else schema
+        value = dict(value) if isinstance(value, Mapping) else value
         text = json_format.dumps(value)
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply; make it flatter.") from None
@@ -124,5 +126,8 @@ def _check_unicode(where: str, text: str) -> None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number too long to print
+        return f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -72,7 +72,8 @@ class GrammarCompiler:
         def work() -> None:
             try:
                 result.append(compile_grammar(vocabulary, params))
-            except Exception as error:
+            # llguidance's own panics are no Exception.
+            except BaseException as error:
                 result.append(error)
             finally:
                 self._places.release()
@@ -93,6 +94,6 @@ class GrammarCompiler:
             )
         if isinstance(result[0], ValueError):
             raise result[0]
-        if isinstance(result[0], Exception):
+        if isinstance(result[0], BaseException):
             raise ValueError(f"{where}: {' '.join(str(result[0]).split())}") from result[0]
         return result[0]

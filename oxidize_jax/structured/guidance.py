@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from oxidize_jax.sampling.structured import StructuredOutputsParams
-from oxidize_jax.sampling.token_mask import pack_token_mask
+from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
 from oxidize_jax.text.tokenizer import Tokenizer
 
+_TRIED = 8
+"""First tokens that are tried when a grammar is compiled."""
 _WHITESPACE = r"( |\n {0,16})?"
 """Between the tokens of JSON: enough to write it on one line or on many, and never without end."""
 _LIMITS = {
@@ -42,6 +44,8 @@ class Vocabulary:
     """Words of a mask of llguidance."""
     spoken: np.ndarray
     """``u32[ceil(V / 32)]``: ids that may be sampled at all; ids without bytes are not."""
+    unended: np.ndarray
+    """``u32[ceil(V / 32)]``: :attr:`spoken` without those that end a sequence."""
     ends: frozenset[int]
     """Ids that end a sequence."""
 
@@ -61,10 +65,12 @@ class Vocabulary:
         wrapped = lib.TokenizerWrapper(_Backend(tokenizer, pieces, ends[0]))
         silent = [i for i, piece in enumerate(pieces[:vocab_size]) if not piece]
         silent += [i for i in tokenizer.special_token_ids if i < vocab_size]
+        spoken = pack_token_mask(vocab_size, None, sorted(set(silent) - set(ends)))
         return cls(
             tokenizer=lib.LLTokenizer(wrapped, n_vocab=size, eos_token=ends),
             num_words=-(-size // 32),
-            spoken=pack_token_mask(vocab_size, None, sorted(set(silent) - set(ends))),
+            spoken=spoken,
+            unended=spoken & pack_token_mask(vocab_size, None, ends),
             ends=frozenset(ends),
         )
 
@@ -88,7 +94,7 @@ class GuidanceGrammar:
     """An output's place in a compiled grammar."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._matcher = matcher
         self._mask: np.ndarray | None = None
         self._ended = False
@@ -96,10 +102,12 @@ class GuidanceGrammar:
     def mask(self) -> np.ndarray:
         """``u32[ceil(V / 32)]``. Raises ValueError where a limit is met."""
         if self._mask is None:
-            words = np.zeros((self._vocabulary.num_words,), np.uint32)
+            words = np.zeros((self.vocabulary.num_words,), np.uint32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             self._check()
-            self._mask = words[: self._vocabulary.spoken.size] & self._vocabulary.spoken
+            # An id that ends a sequence may be text to llguidance, which it cannot be here.
+            known = self.vocabulary.spoken if self.is_complete else self.vocabulary.unended
+            self._mask = words[: known.size] & known
         return self._mask
 
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -107,7 +115,7 @@ class GuidanceGrammar:
         return all(map(self._accept, token_ids))
 
     def _accept(self, token: int) -> bool:
-        if token in self._vocabulary.ends:
+        if token in self.vocabulary.ends:
             # Not given to the matcher, which would take it for the end of all.
             self._ended = self.is_complete and not self._ended
             return self._ended
@@ -124,7 +132,7 @@ class GuidanceGrammar:
 
     def copy(self) -> GuidanceGrammar:
         """Another output at the same place."""
-        twin = GuidanceGrammar(self._vocabulary, self._matcher.deep_copy())
+        twin = GuidanceGrammar(self.vocabulary, self._matcher.deep_copy())
         twin._mask, twin._ended = self._mask, self._ended
         return twin
 
@@ -152,11 +160,22 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
     grammar = GuidanceGrammar(vocabulary, matcher)
     try:
         mask = grammar.mask()
+        _try_some_tokens(grammar)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
         raise ValueError(f"{where}: no text keeps to it that this vocabulary can spell; mend it.")
     return grammar
+
+
+def _try_some_tokens(grammar: GuidanceGrammar) -> None:
+    """Raises ValueError where a limit is met behind the first token: some show only there."""
+    words = grammar.mask() & grammar.vocabulary.unended
+    ids = np.flatnonzero(unpack_token_mask(words, 32 * words.size))
+    for token in ids[:: max(1, ids.size // _TRIED)]:
+        tried = grammar.copy()
+        tried.accept([int(token)])
+        tried.mask()
 
 
 def _source(lib: Any, params: StructuredOutputsParams) -> str:
@@ -168,21 +187,33 @@ def _source(lib: Any, params: StructuredOutputsParams) -> str:
     if params.kind == "regex":
         return lib.LLMatcher.grammar_from_regex(_without_anchors(text))
     if params.kind == "choice":
-        choices = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice or ())
+        choices = " | ".join(map(_quoted, params.choice or ()))
         return lib.LLMatcher.grammar_from_lark(f"start: {choices}")
     return lib.LLMatcher.grammar_from_lark(text)
 
 
+def _quoted(text: str) -> str:
+    """As Lark has strings: those of JSON, but for a character that JSON lets stand."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _without_anchors(regex: str) -> str:
     """The whole text is matched in any case, and anchors mean nothing to llguidance."""
+    if _ends_in_escape(regex):
+        raise ValueError("ends with a single backslash, which escapes nothing")
     regex = regex.removeprefix("^")
-    backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
-    return regex[:-1] if regex.endswith("$") and backslashes % 2 == 0 else regex
+    return regex[:-1] if regex.endswith("$") and not _ends_in_escape(regex[:-1]) else regex
+
+
+def _ends_in_escape(regex: str) -> bool:
+    return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
 
 
 def _first_line(message: str) -> str:
     """What is wrong, in one line of bearable length."""
     line = " ".join(message.split()) or "the grammar cannot be used"
+    if "NoExtensionBias" in line:  # its name for what cannot be begun
+        line = "no text keeps to it; mend it"
     return f"{line if len(line) <= 300 else line[:300] + '...'} (llguidance)"
 
 

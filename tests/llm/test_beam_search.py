@@ -144,6 +144,15 @@ def test_a_failed_search_loses_what_ran_and_the_engine_goes_on(llm, monkeypatch)
     assert len(search(llm, "a").sequences) == 4
 
 
+def test_a_deterministic_engine_takes_no_blocks_from_a_search(make_llm):
+    llm = make_llm(deterministic=True, warm_up=False)
+    prompt = list(range(5, 30))
+    search(llm, prompt)
+    assert llm.generate(prompt, SamplingParams(max_tokens=2))[0].usage.cached_tokens == 0
+    assert llm.generate(prompt, SamplingParams(max_tokens=2))[0].usage.cached_tokens == 24
+    assert search(llm, prompt).usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("prompts", "changes", "words"),
     [
@@ -221,3 +230,9 @@ def test_best_of_is_checked_and_cannot_be_streamed(llm):
         llm.stream("a", SamplingParams(best_of=2))
     params = SamplingParams(n=2, best_of=2, seed=1, max_tokens=3)
     assert {delta.index for delta in llm.stream("a", params)} == {0, 1}
+    in_order = [
+        o.token_ids for o in llm.generate("a", dataclasses.replace(params, best_of=None))[0].outputs
+    ]
+    assert [o.token_ids for o in llm.generate("a", params)[0].outputs] == in_order
+    with pytest.raises(ValueError, match="sampling_params is BeamSearchParams: give a Sampling"):
+        llm.stream("a", BEAMS)

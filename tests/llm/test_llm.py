@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -458,3 +459,29 @@ def test_a_trace_of_an_llm_replays_without_the_model(make_llm, tmp_path):
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_loads(make_llm, tmp_path):
     with pytest.raises(ValueError, match="run\\.jsonl"):
         make_llm(trace=str(tmp_path / "no" / "run.jsonl"))
+
+
+def test_a_failed_reset_loses_what_ran_and_holds_up_nobody(llm, monkeypatch):
+    stream = llm.stream("The sun", SamplingParams(max_tokens=30, ignore_eos=True))
+    next(stream)
+    waiting, entered = [], threading.Event()
+
+    def wait_for_it():
+        entered.wait(30)
+        waiting.append(llm.generate("a", SamplingParams(max_tokens=2)))
+
+    def fail(*_):
+        entered.set()
+        time.sleep(0.2)  # the other thread finds the engine taken
+        raise RuntimeError("no memory")
+
+    thread = threading.Thread(target=wait_for_it, daemon=True)
+    thread.start()
+    with monkeypatch.context() as patch:
+        patch.setattr("oxidize_jax.engine.programs.reset_prefix_cache", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            llm.reset_prefix_cache()
+    thread.join(60)
+    assert waiting, "it waits for ever"
+    with pytest.raises(RuntimeError, match="was lost in a failed step of another caller"):
+        list(stream)

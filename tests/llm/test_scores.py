@@ -206,6 +206,11 @@ def test_perplexity_is_that_of_the_windows(llm, logprobs_of, length, options):
 def test_perplexity_of_text_and_of_no_token(llm):
     (scores,) = llm.score("The sea")
     assert llm.perplexity("The sea").perplexity == pytest.approx(scores.perplexity, rel=1e-6)
+    with pytest.raises(ValueError, match="a list of texts: perplexity takes one"):
+        llm.perplexity(["The sea", "The sun"])
+    for pairs, words in ((5, "pairs is int"), ([(5, 6)], "context is int: give text")):
+        with pytest.raises(ValueError, match=words):
+            llm.loglikelihood(pairs)
     result = llm.perplexity("a")
     assert (result.nll, result.num_tokens, result.num_windows) == (0, 0, 1)
     assert math.isnan(result.perplexity)

@@ -62,7 +62,20 @@ def test_special_tokens_are_no_text(compiled, tokenizer):
     assert set(allowed(grammar, tokenizer)) & tokenizer.special_token_ids == ends
 
 
-@pytest.mark.parametrize("item", ["a", 'say "hi"\n', "naïve ☃", "\\d+", "a|b"])
+def test_an_end_that_is_text_is_no_text(compiled, tokenizer):
+    (end,) = set(tokenizer.eos_token_ids) - tokenizer.special_token_ids
+    assert tokenizer.bytes_of([end]) == b"#"
+    grammar = compiled(regex='"[^"]*"')
+    assert end not in allowed(grammar, tokenizer)
+    assert grammar.accept(tokenizer.encode('"'))
+    assert end not in allowed(grammar, tokenizer)
+    assert grammar.accept(tokenizer.encode('"'))
+    assert end in allowed(grammar, tokenizer)  # it may end here
+    with pytest.raises(ValueError, match="choice: no text keeps to it"):
+        compiled(choice=["#1", "#2"])
+
+
+@pytest.mark.parametrize("item", ["\x7f", "a", 'say "hi"\n', "naïve ☃", "\\d+", "a|b"])
 def test_a_choice_is_taken_literally(compiled, tokenizer, item):
     grammar = compiled(choice=[item, "other"])
     assert grammar.accept(tokenizer.encode(item))
@@ -123,6 +136,12 @@ def test_a_model_with_more_or_fewer_ids_than_the_tokenizer(tokenizer):
         ({"json": {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}}, "json"),
         ({"regex": "(ab"}, "regex: .*unclosed group"),
         ({"regex": "(?=a)b"}, "regex: .*look-around"),
+        ({"regex": "a\\"}, "regex: ends with a single backslash"),
+        ({"regex": "a\\\\\\"}, "regex: ends with a single backslash"),
+        ({"regex": r"[^\s\S]"}, "regex: no text keeps to it"),
+        ({"grammar": "start: start"}, "grammar: no text keeps to it"),
+        ({"regex": "a{1000000000}"}, "regex: "),
+        ({"grammar": "start: " + " | ".join(f'"{i}"' for i in range(5000))}, "grammar: .*max is"),
         ({"grammar": "start: nothing"}, "grammar: .*nothing"),
         ({"grammar": "begin: /a/"}, "grammar: .*start"),
     ],
