@@ -61,8 +61,8 @@ def beam_params(args: argparse.Namespace, params: SamplingParams) -> BeamSearchP
     for field in dataclasses.fields(params):
         if getattr(params, field.name) != getattr(plain, field.name):
             raise UsageError(
-                f"{_flag(field.name)}: a beam search does not sample; leave it out, or leave out "
-                "--beam-width."
+                f"{_flag(_option(field.name, params))}: a beam search does not sample; leave it "
+                "out, or leave out --beam-width."
             )
     given = {
         name: value
@@ -81,6 +81,14 @@ def beam_params(args: argparse.Namespace, params: SamplingParams) -> BeamSearchP
             "only; raise that, or lower --n."
         )
     return beams
+
+
+def _option(name: str, params: SamplingParams) -> str:
+    """What sets a field of SamplingParams, where it is not called the same."""
+    structured = params.structured_outputs
+    if name != "structured_outputs" or structured is None:
+        return name
+    return "json_schema" if structured.kind == "json" else structured.kind
 
 
 def beam_options(options: dict[str, Any], beams: BeamSearchParams) -> dict[str, Any]:

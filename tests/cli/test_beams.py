@@ -65,6 +65,7 @@ def test_stats_tell_of_the_search(generate):
         (["--beam-width", "2", "--n", "3"], "--n 3: a beam search of --beam-width 2 finds"),
         (["--beam-width", "2", "--top-k", "3"], "--top-k: a beam search does not sample"),
         (["--beam-width", "2", "--temperature", "1"], "--temperature: a beam search does not"),
+        (["--beam-width", "2", "--regex", "x"], "--regex: a beam search does not sample"),
         (["--beam-width", "2", "--stop", "x"], "--stop: a beam search does not sample"),
         (["--beam-width", "2", "--bad-word", "x"], "--bad-word: a beam search does not sample"),
         (["--beam-width", "2", "--best-of", "4"], "--best-of: a beam search does not sample"),
