@@ -26,7 +26,7 @@ class Bucket:
     tokens: int
     """T"""
     decode_rows: int
-    """Dn: rows that run one token; 0 in the prompt's steps of an engine with a single row"""
+    """Dn: rows that run one token"""
     tiles: int
     """P: prefill tiles; 0 in a step in which every token is computed as a decode"""
     samples: int
@@ -49,9 +49,7 @@ def buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     mixed = []
     for tokens in _ladder(min(4 * q, max(2 * q, budget)), budget):
         rows = max(_SMALLEST, min(seqs, tokens))
-        # A row that is alone has a chunk of its prompt, or decodes.
-        decodes = rows if seqs > 1 else 0
-        mixed.append(Bucket(tokens, decodes, 2 * -(-tokens // q), rows))
+        mixed.append(Bucket(tokens, rows, 2 * -(-tokens // q), rows))
     return tuple(decode + mixed)
 
 

@@ -48,8 +48,7 @@ def test_shapes_of_sizes(seqs, budget, tile, decode, mixed):
     assert [b.tokens for b in shapes if not b.tiles] == decode
     assert [b.tokens for b in shapes if b.tiles] == mixed
     # One row would multiply each matrix, the head included, with a vector.
-    assert all(b.samples >= 2 for b in shapes)
-    assert all(b.decode_rows == (b.samples if seqs > 1 or not b.tiles else 0) for b in shapes)
+    assert all(b.decode_rows == b.samples >= 2 for b in shapes)
 
 
 CONFIGS = [
@@ -84,9 +83,7 @@ def holds(config, bucket, plan):
     )
 
 
-@pytest.mark.parametrize(
-    "config", [*CONFIGS, config_of(1, 96, 16)], ids=lambda c: str(c.max_num_batched_tokens)
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: str(c.max_num_batched_tokens))
 def test_every_plan_gets_the_first_shape_that_holds_it(config):
     shapes, rng = buckets(config), random.Random(0)
     select = quick_jit(functools.partial(select_bucket, config, shapes))

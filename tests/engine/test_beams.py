@@ -98,7 +98,7 @@ def test_some_sequences_end_early_and_some_searches_too():
 
 
 def test_two_beams_in_small_steps_with_two_ids_that_end():
-    prompts, limits = prompts_of(4, [8, 1, 11, 6]), [9, 12, 8, 5]
+    prompts, limits = prompts_of(2, [8, 1, 11, 6]), [9, 12, 8, 5]
     preemptions = 0
     for penalty, early in KINDS:
         seen = check(CHUNKED, 2, prompts, limits, ENDS, penalty, early)
