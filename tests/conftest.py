@@ -1,5 +1,6 @@
 """Tests run with strict dtype promotion: no array changes its type unasked."""
 
+import gc
 from pathlib import Path
 
 import jax
@@ -19,6 +20,20 @@ def no_stored_executables():
     """
     yield
     executables._enabled = False
+
+
+_MAPS = Path("/proc/self/maps")
+_MANY_MAPS = 30_000
+"""Linux gives a process 65,530; XLA:CPU takes some for each program, and dies without."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """A worker that has compiled very much forgets its programs, between files."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
