@@ -69,7 +69,7 @@ def _join_plan(config: EngineConfig, state: SchedulerState, resumed: jax.Array) 
         # Where nothing is planned the next run plans first, for all that is resumed.
         & jnp.any(plan.num_scheduled > 0)
     )
-    left = config.max_num_batched_tokens - jnp.sum(plan.num_scheduled, dtype=jnp.int32)
+    left = config.token_budget - jnp.sum(plan.num_scheduled, dtype=jnp.int32)
     granted = take(joins.astype(jnp.int32), plan.order, left)
     computed = at_index(state.requests.num_computed, rows.request, 0)
     written = jnp.where(computed + granted > rows.kv_len, granted, 0)

@@ -21,6 +21,7 @@ from oxidize_jax.scheduler import grow as growth
 from oxidize_jax.scheduler import invariants
 from oxidize_jax.scheduler.budget import grant_running
 from oxidize_jax.scheduler.commit import commit
+from oxidize_jax.scheduler.pause import set_masks
 from oxidize_jax.scheduler.rows import order_rows, preempt, retire
 from oxidize_jax.scheduler.schedule import plan, schedule
 from oxidize_jax.scheduler.state import RUNNING, SchedulerState, init_scheduler
@@ -59,7 +60,7 @@ def admit(config, state, *args):
 
 _OF_CONFIG = {
     function.__name__: function
-    for function in (submit, make_room, grow, admit, plan, commit, schedule)
+    for function in (submit, make_room, grow, admit, plan, commit, schedule, set_masks)
 }
 _OF_STATE = {function.__name__: function for function in (retire, preempt, abort, order_rows)}
 

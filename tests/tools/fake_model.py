@@ -367,7 +367,7 @@ class Driver:
         """Within budget and tiles; every token has a block that its row alone holds."""
         config, state = self.config, self.host
         plan, rows, requests = state.plan, state.rows, state.requests
-        assert plan.num_scheduled.sum() <= config.max_num_batched_tokens
+        assert plan.num_scheduled.sum() <= config.token_budget
         chunks = [n for n in plan.num_scheduled.tolist() if n > 1]
         assert sum(-(-n // config.prefill_tile) for n in chunks) <= config.max_prefill_tiles
         for row in np.flatnonzero(plan.num_scheduled):

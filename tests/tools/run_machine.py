@@ -97,6 +97,16 @@ CONFIGS = {
         max_num_batched_tokens=16,
         prefill_tile=8,
     ),
+    # A step of 32 tokens, less than the budget: what fills it must not be told by the latter.
+    "one shape": _config(
+        max_num_seqs=6,
+        max_num_requests=8,
+        num_blocks=28,
+        max_model_len=28,
+        max_num_batched_tokens=64,
+        prefill_tile=8,
+        deterministic=True,
+    ),
 }
 
 

@@ -266,7 +266,7 @@ class SchedulerModel:
             was_paused, request.pause_at = request.paused, tokens
             if was_paused and not request.paused and request.row and request.status == RUNNING:
                 resumed.append(request.row)
-        left = self.config.max_num_batched_tokens - sum(self.scheduled.values())
+        left = self.config.token_budget - sum(self.scheduled.values())
         planned = bool(self.scheduled)
         for row in self._in_order():
             column = row.kv_len // k
@@ -449,7 +449,7 @@ class SchedulerModel:
 
     def _grant(self) -> Grants:
         """Budget for the rows in order, first for the kind whose turn it is."""
-        tokens, tiles = self.config.max_num_batched_tokens, self.config.max_prefill_tiles
+        tokens, tiles = self.config.token_budget, self.config.max_prefill_tiles
         grants = Grants(self.config.policy == "decode_first" or self.decode_turn)
         for row in sorted(self._in_order(), key=lambda row: row.decodes != grants.decodes_first):
             if row.request.paused:
@@ -511,7 +511,7 @@ class SchedulerModel:
     def _admit(self, grants: Grants) -> dict[int, int]:
         """First chunks of new rows, by row index."""
         config = self.config
-        tokens = config.max_num_batched_tokens - sum(grants.prefill.values())
+        tokens = config.token_budget - sum(grants.prefill.values())
         if grants.decodes_first:
             tokens -= sum(grants.decode.values())
         tiles = config.max_prefill_tiles - sum(map(self._tiles, grants.prefill.values()))
@@ -594,7 +594,7 @@ class SchedulerModel:
     def _plan(self, grants: Grants, admitted: dict[int, int]) -> None:
         """Where prompts go first, decodes get what new ones left too."""
         self.scheduled = grants.prefill | admitted
-        left = self.config.max_num_batched_tokens - sum(self.scheduled.values())
+        left = self.config.token_budget - sum(self.scheduled.values())
         skipped = False
         for row in self._in_order():
             if row.index in grants.decode:
