@@ -222,4 +222,4 @@ def test_scheduler_agrees_with_the_model_in_random_use(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scheduler_agrees_with_the_model_in_long_random_use(name):
-    run_varied(name, 500, start=1)
+    run_varied(name, 300, start=1)

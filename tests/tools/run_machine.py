@@ -101,7 +101,7 @@ CONFIGS = {
     "one shape": _config(
         max_num_seqs=6,
         max_num_requests=8,
-        num_blocks=28,
+        num_blocks=16,
         max_model_len=28,
         max_num_batched_tokens=64,
         prefill_tile=8,
