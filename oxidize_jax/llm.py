@@ -77,7 +77,7 @@ class LLM(Scores):
         warm_up: bool = True,
         **options: Any,
     ) -> None:
-        chosen = _options({**options, "model": str(model)})
+        chosen = _options({**options, "model": model})
         if compile_cache:
             enable_compile_cache()
         recorder = _recorder(chosen)

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.structured import StructuredOutputsParams, as_structured_outputs
 
 MAX_N = 64
@@ -125,7 +126,9 @@ class SamplingParams:
         set_(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         for word in self.bad_words or ():
             if not word.strip():
-                raise ValueError(f"bad_words={word!r}: is blank; ban its id by banned_token_ids.")
+                raise ValueError(
+                    f"bad_words={short_repr(word)}: is blank; ban its id by banned_token_ids."
+                )
         set_(self, "top_k", _integer("top_k", self.top_k, -1, _INT32_MAX, "use 0 for no limit"))
         set_(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))
         set_(self, "stop_token_ids", _token_ids(self, "stop_token_ids", "[] for none"))
@@ -154,7 +157,7 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: must be true or false.")
+                raise ValueError(f"{name}={short_repr(value)}: must be true or false.")
 
     @property
     def num_sampled(self) -> int:
@@ -169,7 +172,9 @@ def _temperature(value: Any) -> float:
 def _share(name: str, value: Any) -> float:
     number = _real(name, value)
     if not (number > 0 and number <= 1):
-        raise ValueError(f"{name}={value!r}: must be above 0 and at most 1; use 1 to keep all.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be above 0 and at most 1; use 1 to keep all."
+        )
     return number
 
 
@@ -181,7 +186,7 @@ def _repetition_penalty(value: Any) -> float:
 def _between(name: str, value: Any, low: float, high: float, hint: str) -> float:
     number = _real(name, value)
     if not (number >= low and number <= high):
-        raise ValueError(f"{name}={value!r}: must be from {low:g} to {high:g}; {hint}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be from {low:g} to {high:g}; {hint}.")
     return number
 
 
@@ -191,12 +196,15 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple):
         raise ValueError(
-            f"logit_bias={value!r}: must be a dict of token ids and numbers; use None for none."
+            f"logit_bias={short_repr(value)}: must be a dict of token ids and numbers; use None "
+            "for none."
         )
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError(f"logit_bias: {pair!r} must be a token id and a number; mend it.")
+            raise ValueError(
+                f"logit_bias: {short_repr(pair)} must be a token id and a number; mend it."
+            )
         key, bias = pair
         digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
         hint = "use ids of the vocabulary"
@@ -211,7 +219,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 def _token_ids(params: SamplingParams, name: str, none: str) -> tuple[int, ...]:
     value = getattr(params, name)
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}: must be a list of token ids; use {none}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a list of token ids; use {none}.")
     hint = "use ids of the vocabulary"
     return tuple(_integer(name, item, 0, _INT32_MAX, hint) for item in value)
 
@@ -222,7 +230,7 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple):
         raise ValueError(
-            f"{name}={value!r}: must be a string or a list of strings; use [] for none."
+            f"{name}={short_repr(value)}: must be a string or a list of strings; use [] for none."
         )
     if len(strings) > most:
         raise ValueError(
@@ -230,19 +238,21 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
         )
     for item in strings:
         if not isinstance(item, str) or not item:
-            raise ValueError(f"{name}={item!r}: must be a non-empty string; remove it.")
+            raise ValueError(f"{name}={short_repr(item)}: must be a non-empty string; remove it.")
     return tuple(strings)
 
 
 def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r}: must be a number; give one, or leave {name} out.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a number; give one, or leave {name} out."
+        )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name}={str(value)[:40]}: must be a finite number; give one.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a finite number; give one.")
     return number
 
 
@@ -250,5 +260,7 @@ def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not low <= int(value) <= high:
         advice = hint or "use one in that range"
-        raise ValueError(f"{name}={value!r}: must be a whole number, {low} to {high}; {advice}.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number, {low} to {high}; {advice}."
+        )
     return int(value)
