@@ -227,8 +227,8 @@ class Scores:
         limit = self.config.max_logprobs
         if (params.prompt_logprobs or 0) > limit:
             raise ValueError(
-                f"prompt_logprobs={params.prompt_logprobs}: the limit is max_logprobs={limit}, "
-                "set where the LLM is made."
+                f"prompt_logprobs={params.prompt_logprobs}: the limit is max_logprobs={limit}; "
+                "ask for fewer, or raise that where the LLM is made, LLM(max_logprobs=...)."
             )
 
     @cached_property

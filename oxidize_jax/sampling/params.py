@@ -89,11 +89,12 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence ids. Ids of ``stop_token_ids`` still stop."""
     logprobs: int | None = None
-    """Alternatives per token to report log probabilities of; 0: the chosen token's alone."""
+    """Alternatives per token to report log probabilities of; 0: the chosen token's alone. At most
+    ``max_logprobs`` of the engine; vLLM's -1, for the whole vocabulary, is refused."""
     prompt_logprobs: int | None = None
     """Alternatives per prompt token to report log probabilities of; 0: the token's alone. They
     come from a pass of their own, which costs as much as to compute the prompt once more, and
-    not with a stream."""
+    not with a stream. Its limit is that of ``logprobs``."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -146,8 +147,7 @@ class SamplingParams:
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                hint = "use None for no log probabilities"
-                set_(self, name, _integer(name, count, 0, _INT32_MAX, hint))
+                set_(self, name, _num_logprobs(name, count))
         set_(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
         if self.structured_outputs is not None and self.ignore_eos:
             raise ValueError(
@@ -188,6 +188,18 @@ def _between(name: str, value: Any, low: float, high: float, hint: str) -> float
     if not (number >= low and number <= high):
         raise ValueError(f"{name}={short_repr(value)}: must be from {low:g} to {high:g}; {hint}.")
     return number
+
+
+def _num_logprobs(name: str, value: Any) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 0 <= int(value) <= _INT32_MAX:
+        all_ = " (-1 is vLLM's for the whole vocabulary, which nothing here has room for)"
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number from 0 to max_logprobs, the LLM's "
+            f"limit{all_ if whole and int(value) == -1 else ''}; ask for fewer, raise that where "
+            "the LLM is made, LLM(max_logprobs=...), or use None for no log probabilities."
+        )
+    return int(value)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -288,8 +288,10 @@ def test_parameters_must_match_the_prompts_and_the_engine(llm):
         llm.generate("a", [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="sampling_params is float"):
         llm.generate("a", 0.5)
-    with pytest.raises(ValueError, match="max_logprobs=3"):
-        llm.generate("a", SamplingParams(logprobs=4))
+    for name in ("logprobs", "prompt_logprobs"):
+        words = rf"^{name}=4: the limit is max_logprobs=3; .* LLM\(max_logprobs=\.\.\.\)"
+        with pytest.raises(ValueError, match=words):
+            llm.generate("a", SamplingParams(**{name: 4}))
     with pytest.raises(ValueError, match=r"stop_token_ids\[0\]=259"):
         llm.generate("a", SamplingParams(ignore_eos=True, stop_token_ids=[259]))
 
