@@ -34,7 +34,8 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | list[str] | None = None
     """The text is one of these strings. Kept as a tuple."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the text."""
+    """A context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the text.
+    Special tokens, and ids that end an output, cannot be named in it: none is part of the text."""
 
     def __post_init__(self) -> None:
         given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
