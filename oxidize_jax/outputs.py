@@ -45,6 +45,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    """Each that was generated once, the stop token included whose text is left out."""
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
 
