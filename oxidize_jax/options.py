@@ -244,7 +244,7 @@ def _check_memory(
 ) -> None:
     """Refuse sizes whose state is larger than all the memory there is."""
     cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
-    token = 4 * (2 + 2 * config.max_logprobs)
+    token = 4 * (3 + 2 * config.max_logprobs)
     lists = 8 * config.max_logit_bias + 4 * config.token_mask_words
     lists += 4 * config.max_bad_words * config.max_bad_word_tokens
     requests = config.max_num_requests * (config.max_model_len * token + lists)
