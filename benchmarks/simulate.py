@@ -252,6 +252,7 @@ def _scripted(config: EngineConfig, state: SchedulerState) -> SampleOutput:
         logprobs=jnp.zeros((s,), jnp.float32),
         top_ids=jnp.zeros((s, a), jnp.int32),
         top_logprobs=jnp.zeros((s, a), jnp.float32),
+        ranks=jnp.zeros((s,), jnp.int32),
     )
 
 

@@ -105,7 +105,8 @@ class Completion:
             candidate: Logprob(value, rank, self._spell(candidate))
             for rank, (candidate, value) in enumerate(ranked, 1)
         }
-        entry.setdefault(token, Logprob(logprob, None, self._spell(token)))
+        own = update.ranks[i] if update.ranks else None
+        entry.setdefault(token, Logprob(logprob, own, self._spell(token)))
         self._alternatives.append(entry)
 
     def _finish(self, update: RequestUpdate) -> str:

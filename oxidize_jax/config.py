@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.types import BLOCK_SIZE
 
 POLICIES = ("prefill_first", "decode_first")
@@ -64,10 +65,14 @@ class EngineConfig:
         for name, low in _LOWEST.items():
             _check_int(name, getattr(self, name), low)
         if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}.")
+            raise ValueError(
+                f"policy={short_repr(self.policy)}: must be one of {', '.join(POLICIES)}."
+            )
         for name in ("enable_prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be true or false.")
+                raise ValueError(
+                    f"{name}={short_repr(getattr(self, name))}: must be true or false."
+                )
         if self.num_blocks * self.block_size > _INT32_MAX:
             raise ValueError(
                 f"num_blocks={self.num_blocks} x block_size={self.block_size} exceeds "
@@ -130,4 +135,6 @@ _LOWEST = {
 
 def _check_int(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT32_MAX:
-        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {_INT32_MAX}.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number from {low} to {_INT32_MAX}."
+        )

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,11 @@ from oxidize_jax.compile_cache import enable_compile_cache
 from oxidize_jax.completion import Completion, Group
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.constraint import Grammar
-from oxidize_jax.engine.engine import (
-    STEPS_PER_DISPATCH,
-    Engine,
-    EngineStepError,
-)
+from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
-from oxidize_jax.engine.updates import RequestUpdate
+from oxidize_jax.llm_runs import Runs
+from oxidize_jax.llm_runs import steps_per_dispatch as steps_per_dispatch
 from oxidize_jax.llm_scores import Scores
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
@@ -47,7 +44,7 @@ from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
-class LLM(Scores):
+class LLM(Runs, Scores):
     """A model with its tokenizer and an engine to run it.
 
     Args:
@@ -77,7 +74,7 @@ class LLM(Scores):
         warm_up: bool = True,
         **options: Any,
     ) -> None:
-        chosen = _options({**options, "model": str(model)})
+        chosen = _options({**options, "model": model})
         if compile_cache:
             enable_compile_cache()
         recorder = _recorder(chosen)
@@ -331,126 +328,6 @@ class LLM(Scores):
         if not ids:
             raise ValueError("prompt is empty: give at least one character of text.")
         return given, ids
-
-    def _run(self, groups: list[Group], use_tqdm: bool | None) -> list[RequestOutput]:
-        self._score_prompts(groups, use_tqdm)
-        total = sum(len(group.keys) for group in groups)
-        shown = self._progress if use_tqdm is None else use_tqdm
-        left, tokens = groups, 0
-        with progress_bar(total, shown=shown) as bar:
-            try:
-                for group in groups:
-                    self._start(group)
-                while left:
-                    self._advance(left)
-                    tokens += sum(group.num_tokens for group in left if group.finished)
-                    left = [group for group in left if not group.finished]
-                    running = sum(len(group.keys) - group.num_finished for group in left)
-                    bar.update(total - running - bar.n)
-                    made = tokens + sum(group.num_tokens for group in left)
-                    bar.set_postfix_str(f"{made} tokens", refresh=False)
-            finally:
-                for group in groups:
-                    self._abandon(group)
-        return [group.output() for group in groups]
-
-    def _stream(self, group: Group) -> Iterator[StreamDelta]:
-        self._start(group)
-        self._streams.add(group)
-        try:
-            while True:
-                # Deltas wait in the completions: another thread's dispatch may make them,
-                # even while this one stands at its yield.
-                with self._news:
-                    fresh = [delta for c in group.completions if (delta := c.delta()) is not None]
-                    ended = group.finished
-                yield from fresh
-                if not fresh and ended:
-                    return
-                if not fresh:
-                    self._advance([group])
-        finally:
-            self._abandon(group)
-
-    def _start(self, group: Group) -> None:
-        with self._news:
-            group.ids = self.engine.add_group(group.request, group.keys)
-            for index, request_id in enumerate(group.ids):
-                completion = Completion(index, group.prompt_token_ids, group.params, self.tokenizer)
-                group.completions.append(completion)
-                self._running[request_id] = completion
-
-    def _abandon(self, group: Group) -> None:
-        """Abort what an exception or a closed iterator left running.
-
-        Without a lock: the garbage collector may close an iterator in any thread.
-        """
-        self._streams.discard(group)
-        for request_id in group.ids:
-            self._lost.discard(request_id)
-            if self._running.pop(request_id, None) is not None:
-                self.engine.abort(request_id)
-
-    def _advance(self, groups: Sequence[Group]) -> None:
-        """A dispatch for everyone, or where another thread is at it, wait for that."""
-        with self._news:
-            if any(group.num_unshown for group in groups if group in self._streams):
-                return
-            for request_id in (i for group in groups for i in group.ids):
-                if request_id in self._lost:
-                    raise EngineStepError(
-                        f"request {request_id} was lost in a failed step of another caller: "
-                        "submit it again."
-                    )
-            if not self._engine_lock.acquire(blocking=False):
-                self._news.wait()
-                return
-        try:
-            self._dispatch(steps_per_dispatch(list(self._streams)))
-        finally:
-            with self._news:
-                self._engine_lock.release()
-                self._news.notify_all()
-
-    def _dispatch(self, max_steps: int) -> None:
-        """Run some steps for everyone, and hand each completion what is new of it."""
-        taken = False
-        try:
-            updates = self.engine.step(max_steps)
-            taken = True
-            with self._news:
-                for update in updates:
-                    self._hand_over(update)
-        except BaseException:
-            # Whose updates were not handed over has a gap: it is lost too.
-            with self._news:
-                for request_id in list(self._running):
-                    if not self.engine.has(request_id) or (taken and self.engine.abort(request_id)):
-                        self._lost.add(request_id)
-            raise
-
-    def _hand_over(self, update: RequestUpdate) -> None:
-        completion = self._running.get(update.request_id)
-        if completion is None:
-            return
-        completion.update(update)
-        if completion.finish_reason is not None:
-            self._running.pop(update.request_id, None)
-            if completion.matched_stop_string:
-                # What the run under way adds to it is dropped.
-                self.engine.abort(update.request_id)
-
-
-def steps_per_dispatch(streams: Iterable[Group]) -> int:
-    """How many steps the device makes before the host reads their tokens.
-
-    1 while there is a stream whose reader has seen all there is, for a token that has been
-    made is worth nothing until it is shown. Else as many as there can be: who waits for whole
-    texts gains nothing by seeing half of one, and each dispatch costs the host some work. A
-    stream that nobody reads any more soon has text unread, and holds nobody up.
-    """
-    waiting = any(not group.num_unshown for group in streams)
-    return 1 if waiting else STEPS_PER_DISPATCH
 
 
 def _options(values: dict[str, Any]) -> Options:

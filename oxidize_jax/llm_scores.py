@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from oxidize_jax.completion import Group, spell
+from oxidize_jax.messages import short_repr
 from oxidize_jax.outputs import Logprob
 from oxidize_jax.progress import progress_bar
 from oxidize_jax.prompts import Prompt, as_prompts, single_text_or_ids
@@ -189,9 +190,9 @@ class Scores:
           normalize: divide by the length, so that a dot product is the cosine.
         """
         if pooling not in POOLING:
-            raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(POOLING)}.")
+            raise ValueError(f"pooling={short_repr(pooling)}: must be one of {', '.join(POOLING)}.")
         if not isinstance(normalize, bool):
-            raise ValueError(f"normalize={normalize!r}: must be true or false.")
+            raise ValueError(f"normalize={short_repr(normalize)}: must be true or false.")
         sequences = [ids for _, ids in self._encoded(as_prompts(prompts))]
         total = sum(map(len, sequences))
         with self._bar(total, use_tqdm) as bar:
@@ -226,8 +227,8 @@ class Scores:
         limit = self.config.max_logprobs
         if (params.prompt_logprobs or 0) > limit:
             raise ValueError(
-                f"prompt_logprobs={params.prompt_logprobs}: the limit is max_logprobs={limit}, "
-                "set where the LLM is made."
+                f"prompt_logprobs={params.prompt_logprobs}: the limit is max_logprobs={limit}; "
+                "ask for fewer, or raise that where the LLM is made, LLM(max_logprobs=...)."
             )
 
     @cached_property
@@ -274,7 +275,7 @@ class Scores:
     def _pair(self, pair: tuple[Prompt, Prompt]) -> tuple[tuple[int, ...], int]:
         """The ids of context and continuation together, and where the continuation begins."""
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"{pair!r:.60}: give a (context, continuation) pair.")
+            raise ValueError(f"{short_repr(pair, 60)}: give a (context, continuation) pair.")
         for name, part in zip(("context", "continuation"), pair, strict=True):
             if not isinstance(part, str | Mapping | Sequence | np.ndarray):
                 raise ValueError(f"{name} is {type(part).__name__}: give text or token ids.")
@@ -360,5 +361,7 @@ class _where:
 def _whole(name: str, value: Any, low: int, high: int, hint: str) -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: must be a whole number, {low} to {high}; {hint}.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number, {low} to {high}; {hint}."
+        )
     return int(value)

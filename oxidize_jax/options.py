@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.messages import reason, short_repr
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.kv_cache import kv_shape
 from oxidize_jax.types import BLOCK_SIZE
@@ -88,13 +89,13 @@ class Options:
         for name, dtypes in (("dtype", DTYPES), ("kv_cache_dtype", KV_DTYPES)):
             if getattr(self, name) not in dtypes:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(dtypes)}."
+                    f"{name}={short_repr(getattr(self, name))}: must be one of {', '.join(dtypes)}."
                 )
         gib = self.kv_cache_gib
         if gib is not None and not 0 < gib < float("inf"):
-            raise ValueError(f"kv_cache_gib={gib!r}: must be a positive number of GiB.")
+            raise ValueError(f"kv_cache_gib={short_repr(gib)}: must be a positive number of GiB.")
         if self.seed < 0:
-            raise ValueError(f"seed={self.seed!r}: must be a whole number, 0 or more.")
+            raise ValueError(f"seed={short_repr(self.seed)}: must be a whole number, 0 or more.")
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -106,7 +107,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _plain(value: Any) -> Any:
-    """A Python number for a whole number of another kind, such as numpy's."""
+    """A Python number for a whole number of another kind, such as numpy's; text for a path."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     return value
@@ -118,7 +121,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         return
     types, words = _KINDS[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-        raise ValueError(f"{name}={value!r}: must be {words}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be {words}.")
 
 
 def load_options(path: str | Path) -> dict[str, Any]:
@@ -127,19 +130,20 @@ def load_options(path: str | Path) -> dict[str, Any]:
     Raises ValueError naming the file and an unknown key, with the nearest known one.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"config={path!r}: give the path of a .toml file.")
+        raise ValueError(f"config={short_repr(path)}: give the path of a .toml file.")
     path = Path(path).expanduser()
+    where = f"config={short_repr(str(path), 200)}"
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        pairs = _flatten(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
-        raise ValueError(
-            f"config={str(path)!r}: {error.strerror or error}; give a .toml file."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={str(path)!r}: not valid TOML: {error}.") from None
+        raise ValueError(f"{where}: {error.strerror or error}; give a .toml file.") from None
+    except RecursionError:
+        raise ValueError(f"{where}: is nested too deeply; make it flatter.") from None
+    except ValueError as error:  # of the syntax, the encoding, or a number of very many digits
+        raise ValueError(f"{where}: not valid TOML: {reason(error)}.") from None
     known = {field.name for field in dataclasses.fields(Options)}
     values: dict[str, Any] = {}
-    for key, value in _flatten(tables):
+    for key, value in pairs:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = (
@@ -147,9 +151,9 @@ def load_options(path: str | Path) -> dict[str, Any]:
                 if near
                 else f" Known keys: {', '.join(sorted(known))}."
             )
-            raise ValueError(f"config={str(path)!r}: unknown key {key!r}.{hint}")
+            raise ValueError(f"{where}: unknown key {short_repr(key)}.{hint}")
         if key in values:
-            raise ValueError(f"config={str(path)!r}: the key {key!r} stands twice.")
+            raise ValueError(f"{where}: the key {short_repr(key)} stands twice.")
         values[key] = value
     return values
 
@@ -202,8 +206,8 @@ def engine_config(options: Options, model: ModelConfig, *, reserved: int = 0) ->
         max_len = model.max_position_embeddings
     elif isinstance(max_len, int) and max_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={max_len} is more than the {model.max_position_embeddings} positions "
-            "the model was made for: lower it."
+            f"max_model_len={short_repr(max_len)} is more than the "
+            f"{model.max_position_embeddings} positions the model was made for: lower it."
         )
     config = EngineConfig(
         max_num_seqs=options.max_num_seqs,
@@ -240,7 +244,7 @@ def _check_memory(
 ) -> None:
     """Refuse sizes whose state is larger than all the memory there is."""
     cache = config.num_blocks * kv_block_bytes(options, model, config.block_size)
-    token = 4 * (2 + 2 * config.max_logprobs)
+    token = 4 * (3 + 2 * config.max_logprobs)
     lists = 8 * config.max_logit_bias + 4 * config.token_mask_words
     lists += 4 * config.max_bad_words * config.max_bad_word_tokens
     requests = config.max_num_requests * (config.max_model_len * token + lists)

@@ -12,7 +12,8 @@ class Logprob:
     logprob: float
     """Natural log of its probability under the model, before temperature and filters."""
     rank: int | None
-    """1 for the likeliest token; None for a chosen token outside the alternatives asked for."""
+    """1 for the likeliest token of the vocabulary, and among equals the smaller id first (vLLM
+    counts a token's equals as before it). None with ``logprobs=0``, which ranks nothing."""
     decoded_token: str
 
 
@@ -45,6 +46,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    """Each that was generated once, the stop token included whose text is left out."""
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -19,6 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}]``."""
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_INT64 = 2**63
 _BYTES = (bytes, bytearray, memoryview)
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
@@ -79,7 +81,13 @@ def as_ids(prompt: Any) -> tuple[int, ...]:
         raise ValueError(f"prompt is {type(prompt).__name__}: give {_FORMS}.")
     for i, item in enumerate(prompt):
         if not _is_whole(item):
-            raise ValueError(f"prompt_token_ids[{i}]={item!r}: token ids must be whole numbers.")
+            shown = short_repr(item)
+            raise ValueError(f"prompt_token_ids[{i}]={shown}: token ids must be whole numbers.")
+        if not -_INT64 <= int(item) < _INT64:
+            raise ValueError(
+                f"prompt_token_ids[{i}]={short_repr(item)}: token ids must be in the model's "
+                "vocabulary."
+            )
     return tuple(int(item) for item in prompt)
 
 
@@ -101,7 +109,9 @@ class CacheSalts:
         if salt is None:
             return 0
         if not isinstance(salt, str) or not salt:
-            raise ValueError(f"cache_salt={salt!r}: must be text of one character or more.")
+            raise ValueError(
+                f"cache_salt={short_repr(salt)}: must be text of one character or more."
+            )
         if salt not in self._numbers:
             self._numbers[salt] = self._next
             self._next += 1
@@ -119,14 +129,18 @@ def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:
     if len(keys) != 1:
         raise ValueError(
             "prompt is a dict that must have exactly one of 'prompt' and 'prompt_token_ids', "
-            f"and has {sorted(map(str, prompt.keys()))}."
+            f"and has {short_repr(sorted(map(_key_text, prompt)), 80)}."
         )
     for key in prompt:
         if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, 1)
+            near = difflib.get_close_matches(_key_text(key), _KEYS, 1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(_KEYS)}."
-            raise ValueError(f"prompt: {key!r} is not a key of a prompt.{hint}")
+            raise ValueError(f"prompt: {short_repr(key)} is not a key of a prompt.{hint}")
     return prompt[keys.pop()]
+
+
+def _key_text(key: Any) -> str:
+    return key if isinstance(key, str) else short_repr(key)
 
 
 def _is_whole(item: Any) -> bool:

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "oxidize_jax"
 
 # Each layer may import itself and those before it.
 LAYERS = [
-    {"types", "arrays"},
+    {"types", "arrays", "messages"},
     {"config"},
     {"blocks"},
     {"sampling"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"outputs", "options", "prompts"},
     {"score_outputs"},
     {"beam_search", "completion", "startup"},
-    {"llm_scores"},
+    {"llm_runs", "llm_scores"},
     {"llm"},
     {"bench"},
     {"cli"},
@@ -36,6 +36,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CORE = [
     "types",
     "arrays",
+    "messages",
     "config",
     "blocks",
     "sampling",

@@ -110,6 +110,7 @@ def one_step(config: EngineConfig, state: SchedulerState) -> SchedulerState:
         logprobs=jnp.zeros(row.shape, jnp.float32),
         top_ids=none,
         top_logprobs=none.astype(jnp.float32),
+        ranks=jnp.zeros(row.shape, jnp.int32),
     )
     return schedule(config, commit(config, state, sample_rows, sampled))
 

@@ -319,7 +319,8 @@ def _prompt_records(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 
 def _token_records(completion: CompletionOutput) -> list[dict[str, Any]] | None:
-    """For each token its own log probability and the alternatives, best first."""
+    """For each token its own log probability and the alternatives, best first, itself with its
+    rank among them. ``--logprobs 0`` ranks nothing, and has no alternatives."""
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)

@@ -52,6 +52,8 @@ class Drained:
     """i32[R, W, A]"""
     top_logprobs: jax.Array
     """f32[R, W, A]"""
+    ranks: jax.Array
+    """i32[R, W]"""
     steps: jax.Array
     """i32[]: made since the state is."""
     history: jax.Array
@@ -226,6 +228,7 @@ def _drained(config: EngineConfig, state: SchedulerState) -> Drained:
         logprobs=window(requests.logprobs),
         top_ids=window(requests.top_ids),
         top_logprobs=window(requests.top_logprobs),
+        ranks=window(requests.ranks),
         steps=state.totals.steps,
         history=state.history,
     )

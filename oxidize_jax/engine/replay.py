@@ -50,7 +50,9 @@ from oxidize_jax.scheduler.state import (
     init_scheduler,
 )
 
-MODEL_LEAVES = ("requests.logprobs", "requests.top_ids", "requests.top_logprobs")
+MODEL_LEAVES = tuple(
+    f"requests.{name}" for name in ("logprobs", "top_ids", "top_logprobs", "ranks")
+)
 """Arrays that only the model can fill. Another backend rounds them otherwise."""
 
 
@@ -363,6 +365,7 @@ def scripted_step(config: EngineConfig, state: SchedulerState, script: jax.Array
         logprobs=jnp.zeros((s,), jnp.float32),
         top_ids=jnp.zeros((s, a), jnp.int32),
         top_logprobs=jnp.zeros((s, a), jnp.float32),
+        ranks=jnp.zeros((s,), jnp.int32),
     )
     return schedule(config, commit(config, state, rows, samples))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.constraint import Constraint, Grammar
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from oxidize_jax.sampling.token_mask import pack_token_mask
 from oxidize_jax.scheduler.submit import check_prompt, check_token_ids
@@ -89,8 +90,9 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
         _check_whole(name, getattr(request, name), low)
     if (request.num_logprobs or 0) > config.max_logprobs:
         raise ValueError(
-            f"logprobs={request.num_logprobs}: the limit is max_logprobs="
-            f"{config.max_logprobs}, set where the engine is made."
+            f"logprobs={short_repr(request.num_logprobs)}: the limit is max_logprobs="
+            f"{config.max_logprobs}; ask for fewer, or raise that where the engine is made, "
+            "LLM(max_logprobs=...)."
         )
     if not _is_number(request.temperature) or not 0 <= request.temperature < math.inf:
         raise ValueError(f"temperature={request.temperature!r}: must be a number from 0 up.")

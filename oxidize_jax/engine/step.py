@@ -237,6 +237,7 @@ def _no_samples(config: EngineConfig) -> SampleOutput:
         logprobs=jnp.zeros((s,), jnp.float32),
         top_ids=jnp.zeros((s, a), jnp.int32),
         top_logprobs=jnp.zeros((s, a), jnp.float32),
+        ranks=jnp.zeros((s,), jnp.int32),
     )
 
 

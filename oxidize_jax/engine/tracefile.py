@@ -12,10 +12,9 @@ outcome of a run is a line of its own, so that the run is on record before it is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,12 @@ from oxidize_jax.engine.trace import (
     Trace,
     mask_words,
 )
+from oxidize_jax.engine.tracefields import Limits, check_names, nearest, read_whole
 from oxidize_jax.scheduler.submit import check_prompt
 
 FORMAT = 1
 """Grows with changes that an older reader would misread."""
 _HEADER = "oxidize_jax_trace"
-_F32 = 3.4028235677973366e38
-"""Where a float of 32 bits rounds to infinity."""
 _KINDS: dict[str, type] = {
     "submit": Submit,
     "abort": Abort,
@@ -191,8 +189,8 @@ def _read_header(record: Any) -> Trace:
     try:
         return Trace(
             config=_read_config(record.get("config")),
-            vocab_size=_whole("vocab_size", record.get("vocab_size"), 1, 2**31),
-            secret=_whole("secret", record.get("secret", 0), 0, 2**32),
+            vocab_size=read_whole("vocab_size", record.get("vocab_size"), 1, 2**31),
+            secret=read_whole("secret", record.get("secret", 0), 0, 2**32),
             model=_read_model(record.get("model", {})),
             backend=str(record.get("backend", "")),
             jax_version=str(record.get("jax_version", "")),
@@ -205,7 +203,7 @@ def _read_config(fields: Any) -> EngineConfig:
     if not isinstance(fields, dict):
         raise ValueError(f"config={fields!r}: must be an object with the fields of EngineConfig.")
     known = {field.name for field in dataclasses.fields(EngineConfig)}
-    _check_names("config", fields, known)
+    check_names("config", fields, known)
     config = EngineConfig(**fields)
     if missing := sorted(known - fields.keys()):
         raise ValueError(f"config.{missing[0]} is missing: a trace has every field.")
@@ -234,7 +232,7 @@ class _Reader:
             raise ValueError("must be an object with one key, the kind of the event.")
         ((kind, fields),) = record.items()
         if kind not in _KINDS:
-            raise ValueError(f"{kind!r} is no event{_near(kind, _KINDS)}.")
+            raise ValueError(f"{kind!r} is no event{nearest(kind, _KINDS)}.")
         if not isinstance(fields, dict):
             raise ValueError(f"{kind}={fields!r}: must be an object.")
         event = self._read(kind, fields)
@@ -247,12 +245,12 @@ class _Reader:
     def _read(self, kind: str, fields: dict[str, Any]) -> Any:
         cls = _KINDS[kind]
         known = {f.name: f for f in dataclasses.fields(cls) if f.name != "outcome"}
-        _check_names(kind, fields, known)
+        check_names(kind, fields, known)
         for name, field in known.items():
             required = field.default is field.default_factory is dataclasses.MISSING
             if required and name not in fields:
                 raise ValueError(f"{kind}.{name} is missing: every {kind} has one.")
-        limits = _Limits(self._config, self._vocab_size)
+        limits = Limits(self._config, self._vocab_size)
         values = {name: limits.read(f"{kind}.{name}", name, v) for name, v in fields.items()}
         return cls(**values)
 
@@ -338,138 +336,3 @@ class _Reader:
                 )
         if len({event.parent, *event.children}) != count + 1:
             raise ValueError("fork.children: parent and children must be different slots.")
-
-
-class _Limits:
-    """Reads the values of fields, which mean the same in every event."""
-
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
-        def whole(low: int, high: int) -> Callable[[str, Any], int]:
-            return lambda name, value: _whole(name, value, low, high)
-
-        slot, token = whole(0, config.max_num_requests), whole(0, vocab_size)
-        signed, word = whole(-(2**31), 2**31), whole(0, 2**32)
-        count, positive = whole(0, 2**31), whole(1, 2**31)
-        key = _many(word, 2)
-        self._kinds: dict[str, Callable[[str, Any], Any]] = {
-            "slot": slot,
-            "parent": slot,
-            "children": _many(slot),
-            "slots": _many(slot),
-            "pause_after": count,
-            "pause_at": _many(count),
-            "masks": _many(_text),
-            "prompt": _many(token),
-            "stop_ids": _many(whole(-vocab_size, vocab_size)),
-            "output": _many(token),
-            "outputs": _many(_many(token)),
-            "last_tokens": _many(_optional(token)),
-            "last_logprobs": _many(_number),
-            "keys": _many(key),
-            "key": key,
-            "arrivals": _many(signed),
-            "arrival": signed,
-            "priority": signed,
-            "max_new_tokens": positive,
-            "min_new_tokens": count,
-            "temperature": _number,
-            "top_k": count,
-            "top_p": _number,
-            "min_p": _number,
-            "typical_p": _number,
-            "repetition_penalty": _number,
-            "presence_penalty": _number,
-            "frequency_penalty": _number,
-            "logit_bias": _many(lambda name, value: _pair(token, _number, name, value)),
-            "bad_words": _many(_many(token)),
-            "allowed_token_ids": _optional(_many(token)),
-            "banned_token_ids": _many(token),
-            "salt": count,
-            "use_cache": _flag,
-            "want_logprobs": _flag,
-            "fork_of": _optional(slot),
-            "secret": word,
-            "max_steps": positive,
-            "steps": count,
-            "tokens": lambda name, value: {
-                slot(f"{name}: slot", int(key) if key.isdecimal() else key): tokens
-                for key, tokens in _object(_many(token))(name, value).items()
-            },
-            "digests": _object(word),
-        }
-
-    def read(self, path: str, name: str, value: Any) -> Any:
-        """The value of field ``name``. Raises ValueError naming ``path`` and the limit."""
-        return self._kinds[name](path, value)
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
-        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {high - 1}.")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be true or false.")
-    return value
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r}: must be text.")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if value in ("inf", "-inf", "nan"):
-        return float(value)
-    if type(value) in (int, float) and abs(value) < _F32:
-        return float(value)
-    raise ValueError(f'{name}={value!r}: must be a number of 32 bits, or "inf", "-inf" or "nan".')
-
-
-def _optional(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else read(name, value)
-
-
-def _many(read: Callable[[str, Any], Any], length: int | None = None) -> Callable[[str, Any], Any]:
-    def each(name: str, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or length not in (None, len(value)):
-            raise ValueError(
-                f"{name}={value!r}: must be a list{f' of {length}' if length else ''}."
-            )
-        return tuple(read(f"{name}[{i}]", item) for i, item in enumerate(value))
-
-    return each
-
-
-def _pair(
-    first: Callable[[str, Any], Any], second: Callable[[str, Any], Any], name: str, value: Any
-) -> tuple[Any, Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{name}={value!r}: must be a list of 2.")
-    return first(name, value[0]), second(name, value[1])
-
-
-def _object(read: Callable[[str, Any], Any]) -> Callable[[str, Any], dict[str, Any]]:
-    def each(name: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}={value!r}: must be an object.")
-        return {key: read(f"{name}.{key}", item) for key, item in value.items()}
-
-    return each
-
-
-def _check_names(where: str, given: Mapping[str, Any], known: Any) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(
-                f"{where}.{name} is not known to oxidize_jax {__version__}{_near(name, known)}: "
-                "read the trace with the version that wrote it, or mend the name."
-            )
-
-
-def _near(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""

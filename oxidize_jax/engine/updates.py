@@ -30,6 +30,8 @@ class RequestUpdate:
     """It stopped, but not with an id that stops: the last token is text like the others."""
     failure: str | None = None
     """Why the engine gave it up, in one line."""
+    ranks: tuple[int, ...] | None = None
+    """Of each token its place in the vocabulary, 1 for the likeliest; with ``top_logprobs``."""
 
 
 @dataclasses.dataclass
@@ -51,8 +53,9 @@ def news(request_id: int, running: Running, drained: Drained, ended: bool) -> Re
     first = WINDOW - (num_tokens - running.cursor)
     running.cursor = num_tokens
     reason = int(drained.finish_reason[slot])
-    top = None
+    top = ranks = None
     if request.num_logprobs:
+        ranks = tuple(drained.ranks[slot, first:].tolist())
         ids = drained.top_ids[slot, first:, : request.num_logprobs].tolist()
         values = drained.top_logprobs[slot, first:, : request.num_logprobs].tolist()
         top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
@@ -65,6 +68,7 @@ def news(request_id: int, running: Running, drained: Drained, ended: bool) -> Re
         pool_exhausted=ended and reason == POOL_EXHAUSTED,
         num_cached_tokens=int(drained.num_cached[slot]),
         num_preemptions=int(drained.num_preemptions[slot]),
+        ranks=ranks,
     )
 
 
@@ -79,4 +83,5 @@ def judged(update: RequestUpdate, verdict: Verdict) -> RequestUpdate:
         finish_reason=verdict.finish_reason or update.finish_reason,
         keeps_last=verdict.finish_reason == "stop",
         failure=verdict.failure,
+        ranks=None if update.ranks is None else update.ranks[:count],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.params import MAX_N, _between, _integer
 
 MAX_LENGTH_PENALTY = 5.0
@@ -48,16 +49,15 @@ class BeamSearchParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: must be true or false.")
+                raise ValueError(f"{name}={short_repr(value)}: must be true or false.")
         hint = "a beam search draws nothing; use 0, or SamplingParams to sample"
         temperature = _between("temperature", self.temperature, 0, 1, hint)
         if temperature not in (0.0, 1.0):
-            raise ValueError(f"temperature={self.temperature!r}: must be 0 or 1; {hint}.")
+            raise ValueError(f"temperature={short_repr(self.temperature)}: must be 0 or 1; {hint}.")
         set_(self, "temperature", temperature)
         most, hint = MAX_LENGTH_PENALTY, "use 1 for the mean logprob, 0 for their sum"
         penalty = _between("length_penalty", self.length_penalty, -most, most, hint)
         set_(self, "length_penalty", penalty)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(
-                f"early_stopping={self.early_stopping!r}: must be True, False or 'never'."
-            )
+        early = self.early_stopping
+        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
+            raise ValueError(f"early_stopping={short_repr(early)}: must be True, False or 'never'.")

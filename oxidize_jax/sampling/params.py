@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.structured import StructuredOutputsParams, as_structured_outputs
 
 MAX_N = 64
@@ -88,11 +89,12 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence ids. Ids of ``stop_token_ids`` still stop."""
     logprobs: int | None = None
-    """Alternatives per token to report log probabilities of; 0: the chosen token's alone."""
+    """Alternatives per token to report log probabilities of; 0: the chosen token's alone. At most
+    ``max_logprobs`` of the engine; vLLM's -1, for the whole vocabulary, is refused."""
     prompt_logprobs: int | None = None
     """Alternatives per prompt token to report log probabilities of; 0: the token's alone. They
     come from a pass of their own, which costs as much as to compute the prompt once more, and
-    not with a stream."""
+    not with a stream. Its limit is that of ``logprobs``."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -125,7 +127,9 @@ class SamplingParams:
         set_(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         for word in self.bad_words or ():
             if not word.strip():
-                raise ValueError(f"bad_words={word!r}: is blank; ban its id by banned_token_ids.")
+                raise ValueError(
+                    f"bad_words={short_repr(word)}: is blank; ban its id by banned_token_ids."
+                )
         set_(self, "top_k", _integer("top_k", self.top_k, -1, _INT32_MAX, "use 0 for no limit"))
         set_(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))
         set_(self, "stop_token_ids", _token_ids(self, "stop_token_ids", "[] for none"))
@@ -143,8 +147,7 @@ class SamplingParams:
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                hint = "use None for no log probabilities"
-                set_(self, name, _integer(name, count, 0, _INT32_MAX, hint))
+                set_(self, name, _num_logprobs(name, count))
         set_(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
         if self.structured_outputs is not None and self.ignore_eos:
             raise ValueError(
@@ -154,7 +157,7 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: must be true or false.")
+                raise ValueError(f"{name}={short_repr(value)}: must be true or false.")
 
     @property
     def num_sampled(self) -> int:
@@ -169,7 +172,9 @@ def _temperature(value: Any) -> float:
 def _share(name: str, value: Any) -> float:
     number = _real(name, value)
     if not (number > 0 and number <= 1):
-        raise ValueError(f"{name}={value!r}: must be above 0 and at most 1; use 1 to keep all.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be above 0 and at most 1; use 1 to keep all."
+        )
     return number
 
 
@@ -181,8 +186,20 @@ def _repetition_penalty(value: Any) -> float:
 def _between(name: str, value: Any, low: float, high: float, hint: str) -> float:
     number = _real(name, value)
     if not (number >= low and number <= high):
-        raise ValueError(f"{name}={value!r}: must be from {low:g} to {high:g}; {hint}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be from {low:g} to {high:g}; {hint}.")
     return number
+
+
+def _num_logprobs(name: str, value: Any) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 0 <= int(value) <= _INT32_MAX:
+        all_ = " (-1 is vLLM's for the whole vocabulary, which nothing here has room for)"
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number from 0 to max_logprobs, the LLM's "
+            f"limit{all_ if whole and int(value) == -1 else ''}; ask for fewer, raise that where "
+            "the LLM is made, LLM(max_logprobs=...), or use None for no log probabilities."
+        )
+    return int(value)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -191,12 +208,15 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple):
         raise ValueError(
-            f"logit_bias={value!r}: must be a dict of token ids and numbers; use None for none."
+            f"logit_bias={short_repr(value)}: must be a dict of token ids and numbers; use None "
+            "for none."
         )
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError(f"logit_bias: {pair!r} must be a token id and a number; mend it.")
+            raise ValueError(
+                f"logit_bias: {short_repr(pair)} must be a token id and a number; mend it."
+            )
         key, bias = pair
         digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
         hint = "use ids of the vocabulary"
@@ -211,7 +231,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 def _token_ids(params: SamplingParams, name: str, none: str) -> tuple[int, ...]:
     value = getattr(params, name)
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}: must be a list of token ids; use {none}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a list of token ids; use {none}.")
     hint = "use ids of the vocabulary"
     return tuple(_integer(name, item, 0, _INT32_MAX, hint) for item in value)
 
@@ -222,7 +242,7 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple):
         raise ValueError(
-            f"{name}={value!r}: must be a string or a list of strings; use [] for none."
+            f"{name}={short_repr(value)}: must be a string or a list of strings; use [] for none."
         )
     if len(strings) > most:
         raise ValueError(
@@ -230,19 +250,21 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
         )
     for item in strings:
         if not isinstance(item, str) or not item:
-            raise ValueError(f"{name}={item!r}: must be a non-empty string; remove it.")
+            raise ValueError(f"{name}={short_repr(item)}: must be a non-empty string; remove it.")
     return tuple(strings)
 
 
 def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r}: must be a number; give one, or leave {name} out.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a number; give one, or leave {name} out."
+        )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name}={str(value)[:40]}: must be a finite number; give one.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a finite number; give one.")
     return number
 
 
@@ -250,5 +272,7 @@ def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not low <= int(value) <= high:
         advice = hint or "use one in that range"
-        raise ValueError(f"{name}={value!r}: must be a whole number, {low} to {high}; {advice}.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number, {low} to {high}; {advice}."
+        )
     return int(value)

@@ -69,7 +69,7 @@ class SamplingArrays:
     edits: Edits
     """What changes the logits first."""
     want_logprobs: jax.Array
-    """bool[C]: fill ``top_ids`` and ``top_logprobs``"""
+    """bool[C]: fill ``top_ids``, ``top_logprobs`` and ``ranks``"""
 
 
 @state
@@ -84,6 +84,9 @@ class SampleOutput:
     """i32[C, P]: likeliest tokens, the smaller id first among equals; 0 where not wanted"""
     top_logprobs: jax.Array
     """f32[C, P]; 0 where not wanted, and -inf past the end of a vocabulary smaller than P"""
+    ranks: jax.Array
+    """i32[C]: place of the drawn token in the vocabulary, 1 for the likeliest, in the order of
+    ``top_ids`` (vLLM counts equals as before it); 0 where not wanted, or where P is 0"""
 
 
 def sample(
@@ -103,10 +106,8 @@ def sample(
     )
     normalizer = _logsumexp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    top_ids, top_logprobs = _alternatives(
-        logits, normalizer, arrays.want_logprobs, num_top_logprobs
-    )
-    return SampleOutput(tokens, chosen - normalizer, top_ids, top_logprobs)
+    top = _alternatives(logits, normalizer, tokens, chosen, arrays.want_logprobs, num_top_logprobs)
+    return SampleOutput(tokens, chosen - normalizer, *top)
 
 
 def _changes(edits: Edits, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -203,21 +204,31 @@ def _slices(x: jax.Array) -> list[jax.Array]:
 
 
 def _alternatives(
-    logits: jax.Array, normalizer: jax.Array, wanted: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """``(i32[C, P], f32[C, P])``, zeros where not ``wanted bool[C]``."""
+    logits: jax.Array,
+    normalizer: jax.Array,
+    tokens: jax.Array,
+    chosen: jax.Array,
+    wanted: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(ids i32[C, P], logprobs f32[C, P], rank of the token i32[C])``, zeros where not
+    ``wanted bool[C]``. ``chosen f32[C]`` are the logits of ``tokens i32[C]``."""
     rows = wanted[:, None]
     present = min(size, logits.shape[1])
     padding = ((0, 0), (0, size - present))
 
-    def find() -> tuple[jax.Array, jax.Array]:
+    def find() -> tuple[jax.Array, jax.Array, jax.Array]:
         values, ids = lax.top_k(logits, present)
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
         logprobs = jnp.where(rows, values - normalizer[:, None], 0)
-        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs
+        word = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        equal = (logits == chosen[:, None]) & (word < tokens[:, None])
+        rank = 1 + jnp.sum((logits > chosen[:, None]) | equal, axis=-1, dtype=jnp.int32)
+        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs, jnp.where(wanted, rank, 0)
 
-    def skip() -> tuple[jax.Array, jax.Array]:
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
         shape = (logits.shape[0], size)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        none = jnp.zeros(shape, jnp.int32)
+        return none, jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:1], jnp.int32)
 
     return lax.cond(jnp.any(wanted), find, skip) if size else skip()

@@ -7,6 +7,8 @@ import json as json_format
 from collections.abc import Mapping
 from typing import Any
 
+from oxidize_jax.messages import reason, short_repr
+
 MAX_GRAMMAR_CHARS = 65_536
 """Longest schema, regex or grammar, and all choices together."""
 MAX_CHOICES = 1_024
@@ -32,7 +34,8 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | list[str] | None = None
     """The text is one of these strings. Kept as a tuple."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the text."""
+    """A context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the text.
+    Special tokens, and ids that end an output, cannot be named in it: none is part of the text."""
 
     def __post_init__(self) -> None:
         given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
@@ -66,8 +69,8 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     names = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
     if not isinstance(value, Mapping) or not set(value) <= set(names):
         raise ValueError(
-            f"structured_outputs={_short(value)}: must be StructuredOutputsParams, or a dict with "
-            f"one of {', '.join(names)}."
+            f"structured_outputs={short_repr(value)}: must be StructuredOutputsParams, or a dict "
+            f"with one of {', '.join(names)}."
         )
     return StructuredOutputsParams(**value)
 
@@ -82,11 +85,12 @@ def _schema_text(schema: Any) -> str:
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply; make it flatter.") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}={_short(schema)}: not a JSON schema ({error}).") from None
+        shown = short_repr(schema)
+        raise ValueError(f"{where}={shown}: not a JSON schema ({reason(error)}).") from None
     if not isinstance(value, Mapping):
         raise ValueError(
-            f'{where}={_short(schema)}: must be a JSON object; use {{"type": "object"}} for any '
-            "object."
+            f'{where}={short_repr(schema)}: must be a JSON object; use {{"type": "object"}} for '
+            "any object."
         )
     return text
 
@@ -94,12 +98,12 @@ def _schema_text(schema: Any) -> str:
 def _choices(value: Any) -> tuple[str, ...]:
     where = "structured_outputs.choice"
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{where}={_short(value)}: must be a list of strings, one at least.")
+        raise ValueError(f"{where}={short_repr(value)}: must be a list of strings, one at least.")
     if len(value) > MAX_CHOICES:
         raise ValueError(f"{where} has {len(value)} strings: at most {MAX_CHOICES}; drop some.")
     for item in value:
         if not isinstance(item, str) or not item:
-            raise ValueError(f"{where}={_short(item)}: must be a string, not empty; mend it.")
+            raise ValueError(f"{where}={short_repr(item)}: must be a string, not empty; mend it.")
         _check_unicode(where, item)
     return tuple(value)
 
@@ -107,7 +111,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _check_length(name: str, text: Any) -> None:
     where = f"structured_outputs.{name}"
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{where}={_short(text)}: must be text, not empty.")
+        raise ValueError(f"{where}={short_repr(text)}: must be text, not empty.")
     if len(text) > MAX_GRAMMAR_CHARS:
         raise ValueError(
             f"{where} has {len(text)} characters: at most {MAX_GRAMMAR_CHARS}; shorten it."
@@ -123,11 +127,3 @@ def _check_unicode(where: str, text: str) -> None:
             f"{where} has a lone surrogate at index {error.start}: it is not valid Unicode; send "
             "the character whole."
         ) from None
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested too deeply, or a number too long to print
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -168,6 +168,7 @@ def _append(state: SchedulerState, sample_rows: jax.Array, sampled: SampleOutput
             top_logprobs=requests.top_logprobs.at[wants, place].set(
                 sampled.top_logprobs, mode="drop"
             ),
+            ranks=requests.ranks.at[wants, place].set(sampled.ranks, mode="drop"),
             num_tokens=requests.num_tokens.at[request].add(1, mode="drop"),
             status=requests.status.at[done].set(FINISHED, mode="drop"),
             finish_reason=requests.finish_reason.at[request].set(reason, mode="drop"),

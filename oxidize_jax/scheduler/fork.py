@@ -100,6 +100,7 @@ def fork(
     copied["logprobs"] = (
         copied["logprobs"].at[writer, total - 1].set(new.last_logprobs, mode="drop")
     )
+    copied["ranks"] = copied["ranks"].at[writer, total - 1].set(0, mode="drop")
     state = disown(state, jnp.where(children == new.parent, none, children))
     kept = state.requests.fork_of
     copied["fork_of"] = kept.at[children].set(values["fork_of"], mode="drop")

@@ -68,6 +68,9 @@ class Requests(SamplingFields):
     """i32[R, N, A]: the A = max_logprobs likeliest tokens, where asked for."""
     top_logprobs: jax.Array
     """f32[R, N, A]"""
+    ranks: jax.Array
+    """i32[R, N]: place of each generated token in the vocabulary, 1 for the likeliest, where
+    alternatives are asked for."""
     stop_ids: jax.Array
     """i32[R, Z], padded with ``NO_TOKEN``; ``~id``, below 0, of an id that is not sampled below
     ``min_tokens`` either, but ends nothing."""
@@ -158,6 +161,7 @@ _LONG = (
     "logprobs",
     "top_ids",
     "top_logprobs",
+    "ranks",
     "stop_ids",
     "bias_ids",
     "bias_values",
@@ -211,6 +215,7 @@ def init_scheduler(config: EngineConfig, secret: int = 0) -> SchedulerState:
         logprobs=floats(r, n),
         top_ids=ints(r, n, a),
         top_logprobs=floats(r, n, a),
+        ranks=ints(r, n),
         stop_ids=ints(r, z, value=NO_TOKEN),
         salt=ints(r),
         use_cache=jnp.ones((r,), jnp.bool_),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from oxidize_jax.sampling.structured import StructuredOutputsParams
 from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
+from oxidize_jax.structured.references import check_references
 from oxidize_jax.text.tokenizer import Tokenizer
 
 _TRIED = 8
@@ -48,6 +49,8 @@ class Vocabulary:
     """``u32[ceil(V / 32)]``: :attr:`spoken` without those that end a sequence."""
     ends: frozenset[int]
     """Ids that end a sequence."""
+    names: Mapping[str, int]
+    """Special tokens by their text."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -72,6 +75,7 @@ class Vocabulary:
             spoken=spoken,
             unended=spoken & pack_token_mask(vocab_size, None, ends),
             ends=frozenset(ends),
+            names={pieces[i].decode("utf-8", "replace"): i for i in tokenizer.special_token_ids},
         )
 
 
@@ -85,9 +89,28 @@ class _Backend:
         self.eos_token_id = eos
         self.special_token_ids = sorted(tokenizer.special_token_ids)
         self._encode = tokenizer.backend.encode
+        silent = tokenizer.special_token_ids.union(tokenizer.eos_token_ids)
+        self._silent = silent
+        self._ids = {piece: i for i, piece in enumerate(pieces) if piece and i not in silent}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        """Of text that must come: its first token is all that is allowed next."""
+        ids = self._encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        # What spells a special token is text here; that token would never be sampled.
+        return ids if self._silent.isdisjoint(ids) else self._longest_pieces(text) or ids
+
+    def _longest_pieces(self, text: bytes) -> list[int]:
+        """Always the longest token next; none where one cannot be spelled on."""
+        ids: list[int] = []
+        while text:
+            longest = min(self._longest, len(text))
+            cut = next((n for n in range(longest, 0, -1) if text[:n] in self._ids), 0)
+            if not cut:
+                return []
+            ids.append(self._ids[text[:cut]])
+            text = text[cut:]
+        return ids
 
 
 class GuidanceGrammar:
@@ -157,6 +180,8 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
     matcher = lib.LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(f"{where}: {_first_line(matcher.get_error())}")
+    if params.kind == "grammar":
+        _check_tokens(vocabulary, where, params.text)
     grammar = GuidanceGrammar(vocabulary, matcher)
     try:
         mask = grammar.mask()
@@ -166,6 +191,16 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
     if not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
         raise ValueError(f"{where}: no text keeps to it that this vocabulary can spell; mend it.")
     return grammar
+
+
+def _check_tokens(vocabulary: Vocabulary, where: str, text: str) -> None:
+    """Raises ValueError for a token by name that no output can have."""
+    words = vocabulary.unended
+    spoken = unpack_token_mask(words, 32 * words.size)
+    try:
+        check_references(text, spoken, vocabulary.ends, vocabulary.names)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from None
 
 
 def _try_some_tokens(grammar: GuidanceGrammar) -> None:

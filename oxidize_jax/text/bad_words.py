@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.text.tokenizer import Tokenizer
 
 
@@ -19,7 +20,7 @@ def word_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[in
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if not bare:
-            raise ValueError(f"bad_words={word!r}: has no tokens; remove it.")
+            raise ValueError(f"bad_words={short_repr(word)}: has no tokens; remove it.")
         sequences[bare] = None
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
             sequences[spaced] = None

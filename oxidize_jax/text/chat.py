@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from oxidize_jax.messages import short_repr
+
 try:
     import jinja2
     import jinja2.ext
@@ -104,7 +106,7 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
             raise ValueError(f"{where} has no {key!r}: every message needs 'role' and 'content'.")
     role = message["role"]
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where}.role={role!r}: must be a name such as 'user'.")
+        raise ValueError(f"{where}.role={short_repr(role)}: must be a name such as 'user'.")
     content = _text_content(message["content"], f"{where}.content")
     return {**_plain(message, where), "content": content}
 
@@ -118,22 +120,29 @@ def _text_content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
-                f"{where}[{index}] is of type {kind!r}: only {{'type': 'text', 'text': ...}} "
-                "parts are supported."
+                f"{where}[{index}] is of type {short_repr(kind)}: only {{'type': 'text', "
+                f"'text': ...}} parts are supported."
             )
     return "".join(part["text"] for part in content)
 
 
 def _plain(value: Any, where: str) -> Any:
     """A copy made of JSON's types only: a template gets no object with methods of its own."""
+    try:
+        return _copied(value, where)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply; make it flatter.") from None
+
+
+def _copied(value: Any, where: str) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(f"{where}: keys must be strings.")
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _copied(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_copied(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ValueError(
         f"{where}={type(value).__name__}: only text, numbers, booleans, null, lists and objects "
         "can be given to a chat template."

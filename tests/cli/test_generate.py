@@ -157,6 +157,15 @@ def test_json_has_all_of_the_result(generate, llm, prompts, n):
     assert "né" in out
 
 
+def test_json_ranks_a_token_outside_the_alternatives_behind_them():
+    tokens = ({5: Logprob(-1.0, 1, "a"), 6: Logprob(-2.0, 2, "b"), 9: Logprob(-7.0, 40, "x")},)
+    completion = CompletionOutput(0, "x", (9,), -7.0, tokens, "length")
+    entry = json_record(0, "p", RequestOutput(0, None, (1,), (completion,), Usage(1, 1, 0)))
+    (token,) = entry["outputs"][0]["logprobs"]
+    assert (token["token_id"], token["rank"], token["logprob"]) == (9, 40, -7.0)
+    assert [(a["token_id"], a["rank"]) for a in token["alternatives"]] == [(5, 1), (6, 2), (9, 40)]
+
+
 def test_json_has_null_for_what_it_cannot_say():
     tokens = ({7: Logprob(float("-inf"), None, "x")},)
     completion = CompletionOutput(0, "x", (7,), float("-inf"), tokens, "length")

@@ -70,9 +70,20 @@ def test_logprobs_none_zero_and_outside_the_alternatives(llm):
     tokens = none.outputs[0].token_ids
     assert zero.outputs[0].token_ids == one.outputs[0].token_ids == tokens
     assert [list(entry) for entry in zero.outputs[0].logprobs] == [[t] for t in tokens]
-    outside = [e[t].rank is None for t, e in zip(tokens, one.outputs[0].logprobs, strict=True)]
-    assert any(outside)
-    assert all(len(e) == 1 + o for e, o in zip(one.outputs[0].logprobs, outside, strict=True))
+    assert [e[t].rank for t, e in zip(tokens, zero.outputs[0].logprobs, strict=True)] == [None] * 9
+    ranks = [e[t].rank for t, e in zip(tokens, one.outputs[0].logprobs, strict=True)]
+    assert [len(e) for e in one.outputs[0].logprobs] == [1 + (rank > 1) for rank in ranks]
+
+
+def test_a_token_outside_the_alternatives_has_its_rank_in_the_vocabulary(llm):
+    params = SamplingParams(n=2, seed=1, max_tokens=20, logprobs=2, temperature=5, ignore_eos=True)
+    (output,) = llm.generate("a", params)
+    for completion in output.outputs:
+        ids = completion.token_ids
+        (scored,) = llm.score([[*output.prompt_token_ids, *ids]])
+        ranks = [e[t].rank for t, e in zip(ids, completion.logprobs, strict=True)]
+        assert ranks == list(scored.token_ranks[-len(ids) :])
+        assert max(ranks) > 2
 
 
 def test_a_seed_gives_the_same_tokens_alone_batched_and_under_any_cut(llm, make_llm):
@@ -288,8 +299,10 @@ def test_parameters_must_match_the_prompts_and_the_engine(llm):
         llm.generate("a", [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="sampling_params is float"):
         llm.generate("a", 0.5)
-    with pytest.raises(ValueError, match="max_logprobs=3"):
-        llm.generate("a", SamplingParams(logprobs=4))
+    for name in ("logprobs", "prompt_logprobs"):
+        words = rf"^{name}=4: the limit is max_logprobs=3; .* LLM\(max_logprobs=\.\.\.\)"
+        with pytest.raises(ValueError, match=words):
+            llm.generate("a", SamplingParams(**{name: 4}))
     with pytest.raises(ValueError, match=r"stop_token_ids\[0\]=259"):
         llm.generate("a", SamplingParams(ignore_eos=True, stop_token_ids=[259]))
 

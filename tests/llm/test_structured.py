@@ -78,6 +78,8 @@ def test_what_is_refused_and_what_ends_early_says_why(llm):
         llm.generate("hello", params(json={"type": "array", "uniqueItems": True}))
     with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs\.regex"):
         llm.generate(["a", "b"], [SamplingParams(), params(regex="(")])
+    with pytest.raises(ValueError, match=r"grammar: <\|im_end\|> ends an output, .*leave it out"):
+        llm.generate("hello", params(grammar='start: "a" <|im_end|>'))
     (output,) = llm.generate("hello", params(choice=["ab"], min_tokens=5))
     assert output.outputs[0].text == "ab"
     assert output.outputs[0].finish_reason == "abort"
@@ -89,3 +91,9 @@ def test_a_grammar_compiles_once(llm):
     for seed in range(3):
         llm.generate("hello", params(regex="only[0-9]here", seed=seed))
     assert llm._grammars.num_compiled == before + 1
+
+
+def test_text_that_spells_the_end_is_text(llm):
+    (output,) = llm.generate("hello", params(choice=["a<|im_end|>b"]))
+    assert output.outputs[0].text == "a<|im_end|>b"
+    assert output.outputs[0].finish_reason == "stop"

@@ -179,9 +179,14 @@ def test_sv07_many_stop_strings_are_not_echoed():
     assert len(refused(stop=["x" * 100] * 10**5)) < 200
 
 
-@pytest.mark.parametrize("value", [-1, 1.0, "3", True])
-def test_logprobs_refuses(value):
-    refused(logprobs=value)
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-1, -2, 1.0, "3", True, 2**31])
+def test_logprobs_refuse_with_the_limit_and_how_to_raise_it(name, value):
+    message = refused(**{name: value})
+    assert f"{name}={value!r}: " in message
+    assert "0 to max_logprobs" in message
+    assert "LLM(max_logprobs=...)" in message
+    assert ("vLLM's for the whole vocabulary" in message) == (value == -1)
 
 
 @pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])

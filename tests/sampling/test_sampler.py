@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from sampler_rows import arrays, no_sequences
+from sampler_rows import arrays, from_requests, no_sequences
 
 from oxidize_jax.sampling import filters
 from oxidize_jax.sampling.edits import NO_TOKEN
@@ -320,11 +320,23 @@ def test_logprobs_are_of_the_raw_logits():
     assert tokens[0] == np.argsort(logits[0])[-2]
     np.testing.assert_allclose(out.logprobs, log_softmax[np.arange(3), tokens], rtol=1e-5)
     for row in (0, 2):
+        assert int(out.ranks[row]) == 1 + np.sum(logits[row] > logits[row, tokens[row]])
         order = np.argsort(-logits[row])[:4]
         np.testing.assert_array_equal(out.top_ids[row], order)
         np.testing.assert_allclose(out.top_logprobs[row], log_softmax[row, order], rtol=1e-5)
     assert not np.asarray(out.top_ids[1]).any()
     assert not np.asarray(out.top_logprobs[1]).any()
+    assert int(out.ranks[1]) == 0
+
+
+def test_a_rank_is_of_the_whole_vocabulary_and_goes_by_id_among_equals():
+    logits = np.array([5.0, 1.0, 3.0, 3.0, 3.0, 9.0, -1.0, -np.inf], np.float32)
+    ranks = {5: 1, 0: 2, 2: 3, 3: 4, 4: 5, 1: 6, 6: 7}
+    wishes = [{"allowed": [token], "want_logprobs": True} for token in ranks]
+    out = run(np.tile(logits, (len(ranks), 1)), *from_requests(wishes, logits.size), 2)
+    assert out.tokens.tolist() == list(ranks)
+    assert out.ranks.tolist() == list(ranks.values())
+    assert out.top_ids.tolist() == [[5, 0]] * len(ranks)
 
 
 @pytest.mark.parametrize("size", [0, 5, 6])

@@ -203,6 +203,7 @@ def sample_output(tokens: np.ndarray, num_top: int) -> SampleOutput:
         logprobs=np.full(tokens.shape, -0.5, np.float32),
         top_ids=np.zeros(top, np.int32),
         top_logprobs=np.zeros(top, np.float32),
+        ranks=np.zeros(top[:1], np.int32),
     )
 
 

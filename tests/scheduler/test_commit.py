@@ -118,6 +118,7 @@ def test_logprobs_are_kept_and_alternatives_only_where_wanted(make_hand):
         logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
         top_ids=np.array([[50, 51], [60, 61], [70, 71]], np.int32),
         top_logprobs=np.array([[-1.0, -1.5], [-2.0, -2.5], [-3.0, -3.5]], np.float32),
+        ranks=np.array([1, 7, 9], np.int32),
     )
     hand("commit", np.array([1, 0, 3], np.int32), sampled)  # lane 2 is padding
     requests = hand.state.requests
@@ -125,5 +126,7 @@ def test_logprobs_are_kept_and_alternatives_only_where_wanted(make_hand):
     assert (requests.logprobs[0, 3], requests.logprobs[1, 2]) == (-2.0, -1.0)
     assert requests.top_ids[1, 2].tolist() == [50, 51]
     assert requests.top_logprobs[1, 2].tolist() == [-1.0, -1.5]
+    assert requests.ranks[1].tolist() == [0, 0, 1] + [0] * (requests.ranks.shape[1] - 3)
     assert not requests.top_ids[0].any()
+    assert not requests.ranks[0].any()
     assert np.count_nonzero(requests.logprobs) == 2

@@ -188,7 +188,9 @@ def programs(config: EngineConfig) -> Programs:
         s = config.max_num_seqs
         rows = jnp.where(sampling_rows(state), jnp.arange(s, dtype=jnp.int32), s)
         top = jnp.zeros((s, 0), jnp.int32)
-        sampled = SampleOutput(tokens, logprobs, top, top.astype(jnp.float32))
+        sampled = SampleOutput(
+            tokens, logprobs, top, top.astype(jnp.float32), jnp.zeros_like(tokens)
+        )
         return schedule(config, commit(config, state, rows, sampled))
 
     def compiled(transition: Any) -> Any:
