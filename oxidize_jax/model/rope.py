@@ -45,13 +45,10 @@ def rotate(x: jax.Array, rotation: jax.Array | None) -> jax.Array:
     """
     if rotation is None:
         return x
+    half = rotation.shape[-1]
+    ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
+    first, second, *rest = jnp.split(x, ends, axis=-1)
     cos, sin = rotation[:, :, None, :]
-    half = cos.shape[-1]
-    if 2 * half == x.shape[-1]:
-        first, second = jnp.split(x, 2, axis=-1)
-        rest = []
-    else:
-        first, second, *rest = jnp.split(x, [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1)
 
 

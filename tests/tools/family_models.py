@@ -35,6 +35,20 @@ def _rope(theta: float = 10_000.0, **fields: Any) -> dict[str, Any]:
 
 _ORIGINAL = {"original_max_position_embeddings": 16}
 
+_FACTORS = {"short_factor": [1.0, 1.25, 2.0, 3.0], "long_factor": [1.5, 3.0, 5.0, 9.0]}
+_PHI3 = _LLAMA | {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "pad_token_id": 0,
+    "hidden_size": 48,
+    "tie_word_embeddings": False,
+}
+_GEMMA = _LLAMA | {
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 12,
+    "tie_word_embeddings": True,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama_rope_llama3": _LLAMA
     | _rope(
@@ -55,7 +69,70 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
     }
     | _rope(),
+    "qwen2": _LLAMA
+    | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    }
+    | _rope(1000.0),
+    "qwen3": _LLAMA
+    | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 3}
+    | _rope(1000.0),
+    "smollm3": _LLAMA
+    | {
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "num_hidden_layers": 5,
+        "no_rope_layer_interval": 4,
+        "pad_token_id": 0,
+        "attention_bias": True,
+    }
+    | _rope(500.0),
+    "olmo2": _LLAMA | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]} | _rope(500.0),
+    "phi3_longrope_short": _PHI3
+    | _rope(rope_type="longrope", **_FACTORS)
+    | {"max_position_embeddings": 128, "original_max_position_embeddings": 64},
+    "phi3_longrope_long": _PHI3
+    | _rope(rope_type="longrope", **_FACTORS)
+    | {"max_position_embeddings": 128, "original_max_position_embeddings": 16},
+    "phi3_partial": _PHI3
+    | {"sliding_window": 11, "original_max_position_embeddings": 64}
+    | _rope(partial_rotary_factor=0.75),
+    "gemma2": _GEMMA
+    | {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
+    | _rope(1000.0),
+    "gemma3": _GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 61,
+        "n_embd": 30,
+        "n_head": 3,
+        "n_layer": 2,
+        "n_positions": 60,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
 }
+"""Name -> config.json."""
 
 PROMPT_LENGTH = 21
 NUM_OUTPUTS = 32

@@ -96,6 +96,8 @@ class Family:
 
     name: str
     """``model_type``, and ``architecture`` of its configurations"""
+    models: str
+    """Which ones these are, as people call them"""
     hf: HFFormat
     gguf: GGUFFormat | None
     """None where llama.cpp has no architecture of its own for it"""

@@ -50,7 +50,7 @@ class GGUFFields:
         """
         self.check_neutral(_NEUTRAL)
         hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
-        head_dim = self.count("attention.key_length", default=max(1, hidden // heads))
+        head_dim = self.head_dim()
         self._check_equal("attention.value_length", head_dim)
         if "rotary_dim" not in features:
             self._check_equal("rope.dimension_count", head_dim)
@@ -77,6 +77,11 @@ class GGUFFields:
             "mlp_bias": bool({"blk.0.ffn_gate.bias", "blk.0.ffn_up.bias"} & self.names),
         }
         return ModelConfig(**(read | features), architecture=architecture)
+
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
+        return self.count("attention.key_length", default=max(1, hidden // heads))
 
     def check_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuse by name a key whose value is not one of those that are run."""
@@ -116,21 +121,18 @@ class GGUFFields:
         key = "attention.sliding_window"
         if not self._metadata.get(f"{self._prefix}.{key}"):
             return ()
-        layers = [sliding(layer) for layer in range(self._few_layers())]
+        layers = self.layer_list(sliding)
         return layer_windows(self.count(key), layers, self.count("context_length"))
 
-    def layer_ropes(self, kind: Callable[[int], str]) -> tuple[str, ...]:
-        """``layer_ropes`` of a ModelConfig, from the layer's number."""
-        return tuple(kind(layer) for layer in range(self._few_layers()))
-
-    def _few_layers(self) -> int:
+    def layer_list(self, of_layer: Callable[[int], bool]) -> list[bool]:
+        """``of_layer`` of every layer's number."""
         layers = self.count("block_count")
         # Before any list is made: a corrupt count must not eat the memory.
         if layers > len(self.names):
             raise CheckpointError(
                 f"{self._path}: num_layers={layers}, but there are only {len(self.names)} tensors."
             )
-        return layers
+        return [of_layer(layer) for layer in range(layers)]
 
     def rope_scaling(self) -> RopeScaling:
         """From the keys below ``rope.scaling`` or the tensors with factors."""

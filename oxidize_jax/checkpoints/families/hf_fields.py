@@ -62,7 +62,6 @@ class HFFields:
     def model_config(self, architecture: str, **features: Any) -> ModelConfig:
         """The sizes that all families name alike, and what this one does otherwise."""
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
-        head_dim = self.count("head_dim", default=max(1, hidden // heads))
         if "rope_theta" not in features:
             rope = self.rope()
             if rope.partial != 1:
@@ -75,12 +74,17 @@ class HFFields:
             "num_layers": self.count("num_hidden_layers"),
             "num_heads": heads,
             "num_kv_heads": self.count("num_key_value_heads", default=heads),
-            "head_dim": head_dim,
+            "head_dim": self.head_dim(),
             "rms_norm_eps": self.number("rms_norm_eps", default=1e-6),
             "max_position_embeddings": self.max_positions(),
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
         }
         return ModelConfig(**(sizes | features), architecture=architecture)
+
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        return self.count("head_dim", default=max(1, hidden // heads))
 
     def max_positions(self) -> int:
         """Positions that the model was made for."""
@@ -106,6 +110,10 @@ class HFFields:
         """A positive integer, or null; absent, the family's default."""
         value = self._raw.get(key, self._defaults.get(key))
         return None if value is None else self.count(key)
+
+    def zero_or_count(self, key: str) -> int:
+        """An integer that may be 0."""
+        return 0 if self._get(key, None) in (0, None) else self.count(key)
 
     def number(self, key: str, default: float) -> float:
         """A positive number."""
@@ -172,6 +180,16 @@ class HFFields:
         partial = self._positive("partial_rotary_factor", partial)
         return Rope(theta, self._scaling(rope), partial)
 
+    def local_rope(self, section: str) -> float:
+        """The base of layers of another rope, without scaling (Gemma 3)."""
+        rope = self._rope_fields("rope_parameters", section)
+        if section not in (self._get("rope_parameters", {})):
+            rope = {}
+        if rope.get("rope_type", "default") != "default":
+            raise self.unsupported(f"{section}.rope_type", rope["rope_type"], ("default",))
+        default = self._get("rope_local_base_freq", 10_000.0)
+        return self._positive("rope_theta", rope.get("rope_theta", default))
+
     def _rope_fields(self, key: str, section: str | None) -> dict[str, Any]:
         rope = self._get(key, {})
         if not isinstance(rope, dict):
@@ -189,7 +207,8 @@ class HFFields:
 
     def _scaling(self, rope: dict[str, Any]) -> RopeScaling:
         kind = rope.get("rope_type", "default")
-        kind = "longrope" if kind == "su" else kind
+        if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # as the first Phi-3 had it
+            kind = "longrope"
         if kind not in _ROPE_TYPES:
             raise self.unsupported("rope_type", kind, _ROPE_TYPES)
         if kind == "default":
