@@ -173,6 +173,17 @@ class ModelConfig:
         """Tokens of the longest sequence."""
         return self.longest_sequence or self.max_position_embeddings
 
+    def for_sequences(self, length: int) -> ModelConfig:
+        """The same model, to run on sequences of up to ``length`` tokens.
+
+        Only a ``longrope`` depends on it. Hugging Face chooses its factors anew when a sequence
+        outgrows them, and then forgets its cache; here what is in the cache stays good, since
+        the choice is made once for all sequences, as vLLM and llama.cpp do.
+        """
+        if self.rope_scaling.kind != "longrope":
+            return self
+        return dataclasses.replace(self, longest_sequence=length)
+
     @property
     def query_scale(self) -> float:
         """What scores are multiplied by."""

@@ -11,6 +11,8 @@ from fake_model import quick_jit
 from family_goldens import FOLDER, read_golden, write_golden_folder
 
 from oxidize_jax.checkpoints import load_checkpoint
+from oxidize_jax.model import attention
+from oxidize_jax.model.config import RopeScaling
 from oxidize_jax.model.functional import build
 from oxidize_jax.model.reference import reference_forward
 
@@ -25,6 +27,7 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 run = quick_jit(
     lambda decoder, leaves, kv, batch: decoder.forward(leaves, kv, batch), static_argnums=0
 )
+reference = quick_jit(reference_forward, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,14 @@ def loaded(golden, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def paged(loaded):
-    return build(loaded.config, loaded.params)
+def config(loaded):
+    """As an engine has it whose sequences have up to 64 tokens."""
+    return loaded.config.for_sequences(64)
+
+
+@pytest.fixture(scope="module")
+def paged(config, loaded):
+    return build(config, loaded.params)
 
 
 def test_ld09_greedy_tokens_and_logits_are_those_of_transformers(golden, paged, kit):
@@ -90,8 +99,109 @@ def test_sc09_a_prompt_in_chunks_gives_the_same_logits(golden, paged, kit):
     np.testing.assert_allclose(np.concatenate(rows), golden.logits, **TOLERANCE)
 
 
-def test_ld09_the_reference_gives_the_logits_of_transformers(golden, loaded):
-    logits = quick_jit(reference_forward, static_argnums=0)(
-        loaded.config, loaded.params, golden.token_ids
-    )
+def test_ld09_the_reference_gives_the_logits_of_transformers(golden, config, loaded):
+    logits = reference(config, loaded.params, golden.token_ids)
     np.testing.assert_allclose(logits, golden.logits, **TOLERANCE)
+
+
+FEATURES = {
+    "llama_rope_llama3": [{"rope_scaling": RopeScaling()}],
+    "llama_rope_linear": [{"rope_scaling": RopeScaling()}],
+    "llama_rope_yarn": [{"rope_scaling": RopeScaling()}],
+    "mistral": [{"layer_windows": ()}, {"layer_windows": (7, 8)}],
+    "qwen2": [{"layer_windows": (9, 9)}, {"layer_windows": (9, 0)}],
+    "smollm3": [{"layer_ropes": ()}],
+    "phi3_longrope_short": [{"longest_sequence": 65}],
+    "phi3_longrope_long": [{"longest_sequence": 16}],
+    "phi3_partial": [{"rotary_dim": 8}, {"layer_windows": ()}],
+    "gemma2": [
+        {"attention_softcap": 0.0},
+        {"final_softcap": 0.0},
+        {"attention_scale": None},
+        {"embedding_scale": 1.0},
+        {"layer_windows": (9, 9)},
+        {"activation": "gelu"},
+    ],
+    "gemma3": [
+        {"layer_ropes": ()},
+        {"local_rope_theta": 1000.0},
+        {"rope_scaling": RopeScaling()},
+        {"layer_windows": ()},
+    ],
+    "gpt2": [{"activation": "gelu"}],
+}
+"""What of a configuration no shape of a parameter gives away."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_moves_the_logits_by_more_than_the_tolerance(name, tmp_path):
+    golden = read_golden(name)
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
+    config = loaded.config.for_sequences(64)
+    for changes in FEATURES[name]:
+        other = dataclasses.replace(config, **changes)
+        logits = reference(other, loaded.params, golden.token_ids)
+        assert np.abs(logits - golden.logits).max() > 1e-3, changes
+
+
+# The other families differ from these in nothing that depends on the type of the weights.
+LADDER = ["gemma2", "gpt2"]
+SLOW_LADDER = ["olmo2", "phi3_partial", "gemma3", "qwen3", "smollm3"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "name", LADDER + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LADDER]
+)
+def test_every_type_of_weights_gives_about_the_same_logits(name, dtype, tmp_path, kit):
+    golden = read_golden(name)
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden), dtype)
+    model = Paged(kit, *build(loaded.config, loaded.params, kv_dtype="bfloat16"))
+    split = len(golden.prompt_ids)
+    logits, kv = model.step(model.kv(), 0, golden.prompt_ids)
+    rows = [logits]
+    for position in range(split, split + 4):
+        logits, kv = model.step(kv, position, golden.token_ids[position : position + 1])
+        rows.append(logits)
+    wanted = golden.logits[: split + 4]
+    error = np.linalg.norm(np.concatenate(rows) - wanted) / np.linalg.norm(wanted)
+    assert 1e-5 < error < {"bfloat16": 0.02, "int8": 0.08}[dtype]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_only_blocks_in_the_window_are_read(platform, tmp_path, kit, monkeypatch):
+    """What lies before every window is made NaN: read, it would be in the sums of a CPU.
+
+    An accelerator masks what it reads, so there the results alone are compared.
+    """
+    monkeypatch.setattr(attention, "_plan", lambda *_: attention._Plan(rows=1, chunk=1))
+    golden = read_golden("mistral")
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
+    assert loaded.config.layer_windows == (7, 7)
+    decoder, leaves = build(loaded.config, loaded.params, platform=platform)
+    step = quick_jit(decoder.forward)  # traced anew, with the smaller chunk
+    rows, kv, start = [], decoder.init_kv(B, K), 0
+    for end in (24, 40, 41, 52):
+        # A split of a CPU's decodes is two blocks: 41 - 7 = 34 is in that of 32.
+        for block in range(max(0, start - 7) // 8 * 2):
+            for layer in range(loaded.config.num_layers):
+                kv = kv.at[layer * B + TABLE[block]].set(np.nan)
+        one = end - start == 1
+        piece = kit.piece(2, TABLE, start, golden.token_ids[start:end], decode=one)
+        logits, kv = step(leaves, kv, kit.batch([piece], **(DECODES if one else MIXED)))
+        rows.append(np.asarray(logits)[: end - start])
+        start = end
+    np.testing.assert_allclose(np.concatenate(rows), golden.logits, **TOLERANCE)
+
+
+def test_windows_of_alternate_layers_on_an_accelerator(tmp_path, kit):
+    golden = read_golden("gemma2")
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
+    assert loaded.config.layer_windows == (9, 0)
+    model = Paged(kit, *build(loaded.config, loaded.params, platform="gpu"))
+    logits, kv = model.step(model.kv(), 0, golden.prompt_ids)
+    rows = [logits]
+    for position in range(len(golden.prompt_ids), 28):
+        logits, kv = model.step(kv, position, golden.token_ids[position : position + 1])
+        rows.append(logits)
+    np.testing.assert_allclose(np.concatenate(rows), golden.logits[:28], **TOLERANCE)

@@ -101,3 +101,9 @@ class Family:
     hf: HFFormat
     gguf: GGUFFormat | None
     """None where llama.cpp has no architecture of its own for it"""
+
+    @property
+    def summary(self) -> str:
+        """One line for a list."""
+        gguf = f", in GGUF {self.gguf.architecture!r}" if self.gguf else ""
+        return f"{self.models}: {self.hf.model_class}{gguf}"
