@@ -233,7 +233,9 @@ def _layers_apart(
     small = {n: leaves[LAYERS + n] for n in like if not is_matrix(n)}
 
     def at(index: jax.Array) -> tuple[Layer, Multiply]:
-        module = merge(decoder.layer, like | {n: leaf[index] for n, leaf in small.items()})
+        module = merge(
+            decoder.layer, like | {n: _unpacked(leaf[index]) for n, leaf in small.items()}
+        )
         return module, partial(_multiply_layer, leaves, module, index)
 
     def layer(

@@ -141,7 +141,7 @@ def test_every_feature_moves_the_logits_by_more_than_the_tolerance(name, tmp_pat
     for changes in FEATURES[name]:
         other = dataclasses.replace(config, **changes)
         logits = reference(other, loaded.params, golden.token_ids)
-        assert np.abs(logits - golden.logits).max() > 1e-3, changes
+        assert np.abs(logits - golden.logits).max() > 5e-4, changes
 
 
 # The other families differ from these in nothing that depends on the type of the weights.
@@ -172,7 +172,8 @@ def test_every_type_of_weights_gives_about_the_same_logits(name, dtype, tmp_path
 def test_only_blocks_in_the_window_are_read(platform, tmp_path, kit, monkeypatch):
     """What lies before every window is made NaN: read, it would be in the sums of a CPU.
 
-    An accelerator masks what it reads, so there the results alone are compared.
+    Only not the first block, which is read in the place of blocks that are not written yet. An
+    accelerator masks what it reads, so there the results alone are compared.
     """
     monkeypatch.setattr(attention, "_plan", lambda *_: attention._Plan(rows=1, chunk=1))
     golden = read_golden("mistral")
@@ -183,7 +184,7 @@ def test_only_blocks_in_the_window_are_read(platform, tmp_path, kit, monkeypatch
     rows, kv, start = [], decoder.init_kv(B, K), 0
     for end in (24, 40, 41, 52):
         # A split of a CPU's decodes is two blocks: 41 - 7 = 34 is in that of 32.
-        for block in range(max(0, start - 7) // 8 * 2):
+        for block in range(1, max(0, start - 7) // 8 * 2):
             for layer in range(loaded.config.num_layers):
                 kv = kv.at[layer * B + TABLE[block]].set(np.nan)
         one = end - start == 1

@@ -109,7 +109,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     }
-    | _rope(1000.0),
+    | _rope(),
     "gemma3": _GEMMA
     | {
         "model_type": "gemma3_text",

@@ -104,7 +104,7 @@ def _add_sizes(writer: gguf.GGUFWriter, fields: Fields) -> None:
 
 def _add_phi3(writer: gguf.GGUFWriter, fields: Fields, rope: Fields) -> None:
     length = fields["max_position_embeddings"]
-    original = rope.get("original_max_position_embeddings", length)
+    original = fields["original_max_position_embeddings"]
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_sliding_window(fields.get("sliding_window") or 0)
     if "long_factor" in rope:
