@@ -291,11 +291,13 @@ def _attend_rows(
 ) -> jax.Array:
     """Online softmax over chunks of blocks (Milakov and Gimelshein, 2018).
 
-    ``q`` is ``f32[n, A, H, D]``. The loop ends with the longest context of these rows and
-    begins with the first key that is in a window, so the cost follows what is seen and not the
-    width of the tables. Query heads that share a kv head are one matrix against it, hence K and
-    V are never repeated.
+    ``q`` is ``f32[n, A, H, D]``. The loop ends with the longest context of these rows, in a
+    layer with a window counted from where each row's begins, so the cost follows what is seen
+    and not the width of the tables. Query heads that share a kv head are one matrix against it,
+    hence K and V are never repeated.
     """
+    if window is not None:
+        part = _from_window(spec, part, window)
     n, width = part.tokens.shape
     heads, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     span = plan.chunk * spec.block_size
@@ -333,16 +335,27 @@ def _attend_rows(
     top = jnp.full((n, heads, width, group), -1e30, jnp.float32)
     out = jnp.zeros((*top.shape, spec.head_dim), jnp.float32)
     trips = (part.positions.max() + span) // span
-    begin = 0 if window is None else _first_seen(part.positions, window) // span
-    _, total, out = lax.fori_loop(begin, trips, chunk, (top, jnp.zeros_like(top), out))
+    _, total, out = lax.fori_loop(0, trips, chunk, (top, jnp.zeros_like(top), out))
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(n, width, spec.num_heads, spec.head_dim)
 
 
-def _first_seen(positions: jax.Array, window: jax.Array | int) -> jax.Array:
-    """i32[]: the first position that any query sees of ``positions``, which are -1 at padding."""
-    lowest = jnp.where(positions < 0, _ALL, positions).min()
-    return jnp.maximum(lowest - window + 1, 0)
+def _from_window(spec: AttentionSpec, part: _Part, window: jax.Array | int) -> _Part:
+    """``part`` with tables that begin at the first block that any token of the row sees, and
+    positions that count from there."""
+    padding = part.positions < 0
+    lowest = jnp.where(padding, _ALL, part.positions).min(axis=1, keepdims=True)
+    first = jnp.maximum(lowest - window + 1, 0) // spec.block_size
+    first = jnp.where(lowest < _ALL, first, 0)
+    column = first + jnp.arange(part.tables.shape[1], dtype=jnp.int32)
+    past_the_end = jnp.iinfo(jnp.int32).max
+    return _Part(
+        tokens=part.tokens,
+        positions=jnp.where(padding, -1, part.positions - first * spec.block_size),
+        tables=jnp.take_along_axis(
+            part.tables, column, axis=1, mode="fill", fill_value=past_the_end
+        ),
+    )
 
 
 def _seen(
