@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oxidize_jax.model.config import RopeScaling
 from oxidize_jax.model.functional import build, forward
+from oxidize_jax.model.reference import reference_forward
 from oxidize_jax.model.transformer import parameter_shapes
 
 
@@ -128,3 +130,33 @@ def test_gpu_build_keeps_bfloat16_as_it_is(kit):
     )
     assert leaves["layers.q.weight"].dtype == jnp.bfloat16
     assert decoder.init_kv(3, 4).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_norm": "rows"}, "qk_norm='rows'"),
+        ({"activation": "relu"}, "activation='relu'"),
+        ({"layer_windows": (4,)}, "layer_windows names 1 layers"),
+        ({"layer_windows": (4, 0, -1)}, "layer_windows"),
+        ({"layer_ropes": ("global", "local")}, "layer_ropes names 2 layers"),
+        ({"layer_ropes": ("global", "local", "rope")}, "'rope'"),
+        ({"rotary_dim": 3}, "rotary_dim=3"),
+        ({"rotary_dim": 10}, "rotary_dim=10"),
+        ({"rotary_dim": 0}, "rotary_dim=0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(kit, changes, named):
+    config = kit.configs["gqa_tied"]
+    assert (config.num_layers, config.head_dim) == (3, 8)
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(config, **changes)
+
+
+def test_rope_factors_must_be_as_many_as_pairs(kit):
+    with pytest.raises(ValueError, match="rope kind='ntk'"):
+        RopeScaling("ntk")
+    scaling = RopeScaling("factors", factors=(1.0, 2.0, 3.0))
+    config = dataclasses.replace(kit.configs["gqa_tied"], rope_scaling=scaling)
+    with pytest.raises(ValueError, match="3 of them.*there must be 4"):
+        reference_forward(config, kit.params(config), jnp.arange(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from fake_model import quick_jit
 from family_goldens import FOLDER, read_golden, write_golden_folder
 
 from oxidize_jax.checkpoints import load_checkpoint
+from oxidize_jax.engine.generate import GenerateConfig, generate
+from oxidize_jax.engine.inputs import Sampling, pad_prompts
 from oxidize_jax.model import attention
 from oxidize_jax.model.config import RopeScaling
 from oxidize_jax.model.functional import build
@@ -206,3 +209,24 @@ def test_windows_of_alternate_layers_on_an_accelerator(tmp_path, kit):
         logits, kv = model.step(kv, position, golden.token_ids[position : position + 1])
         rows.append(logits)
     np.testing.assert_allclose(np.concatenate(rows), golden.logits[:28], **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "smollm3"])
+def test_the_engine_generates_these_tokens_under_preemption(name, tmp_path):
+    golden = read_golden(name)
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
+    decoder, leaves = build(loaded.config, loaded.params)
+    # Two sequences of 53 tokens need 28 blocks.
+    sizes = {"num_blocks": 20, "block_size": K, "max_num_seqs": 3, "prefill_tile": 4}
+    config = GenerateConfig(
+        decoder, len(golden.output_ids), max_num_batched_tokens=16, max_model_len=53, **sizes
+    )
+    prompts = [golden.prompt_ids.tolist(), golden.prompt_ids[:4].tolist(), [1, 2, 3]]
+    out = generate(
+        leaves,
+        pad_prompts(prompts, vocab_size=decoder.vocab_size),
+        Sampling(jax.random.key(0), 0),
+        config,
+    )
+    assert np.array_equal(out.tokens[0, 0], golden.output_ids)
