@@ -128,6 +128,19 @@ class ModelConfig:
                 f"{self.head_dim}."
             )
 
+        self._check_rope_factors()
+
+    def _check_rope_factors(self) -> None:
+        kind, scaling = self.rope_scaling.kind, self.rope_scaling
+        lists = {"factors": ["factors"], "longrope": ["factors", "long_factors"]}
+        for name in lists.get(kind, []):
+            count = len(getattr(scaling, name))
+            if count != self.rotated_dim // 2:
+                raise ValueError(
+                    f"rope {name}: there are {count}, but {self.rotated_dim} numbers of a head "
+                    f"rotate in pairs: there must be {self.rotated_dim // 2}."
+                )
+
     def _check_sizes(self) -> None:
         sizes = (
             "vocab_size",

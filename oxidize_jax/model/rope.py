@@ -82,10 +82,11 @@ def frequencies(theta: float, dim: int, scaling: RopeScaling, length: int) -> np
     kind = scaling.kind
     if kind == "longrope":
         long = length > scaling.original_max_position_embeddings
-        return np.float32(1) / (_factors(scaling, dim, long=long) * wide)
+        factors = scaling.long_factors if long else scaling.factors
+        return np.float32(1) / (np.asarray(factors, np.float32) * wide)
     plain = np.float32(1) / wide
     if kind == "factors":
-        return plain / _factors(scaling, dim, long=False)
+        return plain / np.asarray(scaling.factors, np.float32)
     if kind == "linear":
         return plain / np.float32(scaling.factor)
     if kind == "llama3":
@@ -94,16 +95,6 @@ def frequencies(theta: float, dim: int, scaling: RopeScaling, length: int) -> np
         return _yarn(wide, theta, dim, scaling)
     # "dynamic" changes nothing up to the length the model was made for, and none is longer.
     return plain
-
-
-def _factors(scaling: RopeScaling, dim: int, *, long: bool) -> np.ndarray:
-    factors = scaling.long_factors if long else scaling.factors
-    if len(factors) != dim // 2:
-        raise ValueError(
-            f"rope factors: {len(factors)} of them, but {dim} numbers of a head rotate in pairs: "
-            f"there must be {dim // 2}."
-        )
-    return np.asarray(factors, np.float32)
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:

@@ -208,3 +208,29 @@ def test_olmo_3_is_not_taken_for_olmo_2(tmp_path):
     window = header.metadata | {"olmo2.attention.sliding_window": 9}
     with pytest.raises(CheckpointError, match="sliding_window=9"):
         config_from_gguf(dataclasses.replace(header, metadata=window))
+
+
+def test_a_window_pattern_in_a_gguf_wins(tmp_path):
+    golden = read_golden("gemma3")
+    path = write_family_gguf(tmp_path / "m.gguf", golden.fields, golden.tensors)
+    header = read_gguf_header(path)
+
+    def config(pattern):
+        changes = {"gemma3.attention.sliding_window_pattern": pattern}
+        return config_from_gguf(dataclasses.replace(header, metadata=header.metadata | changes))
+
+    assert config(2).layer_windows == (9, 0, 9, 0, 9, 0, 9)
+    listed = config([True, False, False, False, False, False, True])
+    assert listed.layer_windows == (9, 0, 0, 0, 0, 0, 9)
+    assert listed.layer_ropes == ("local", *["global"] * 5, "local")
+    with pytest.raises(CheckpointError, match="names 2 layers"):
+        config([True, False])
+
+
+def test_a_window_that_a_family_does_not_have_in_a_gguf_is_refused(tmp_path):
+    golden = read_golden("qwen3")
+    path = write_family_gguf(tmp_path / "m.gguf", golden.fields, golden.tensors)
+    header = read_gguf_header(path)
+    window = header.metadata | {"qwen3.attention.sliding_window": 9}
+    with pytest.raises(CheckpointError, match="sliding_window=9"):
+        config_from_gguf(dataclasses.replace(header, metadata=window))

@@ -9,7 +9,6 @@ import pytest
 
 from oxidize_jax.model.config import RopeScaling
 from oxidize_jax.model.functional import build, forward
-from oxidize_jax.model.reference import reference_forward
 from oxidize_jax.model.transformer import parameter_shapes
 
 
@@ -156,7 +155,11 @@ def test_a_configuration_that_cannot_be_is_refused(kit, changes, named):
 def test_rope_factors_must_be_as_many_as_pairs(kit):
     with pytest.raises(ValueError, match="rope kind='ntk'"):
         RopeScaling("ntk")
-    scaling = RopeScaling("factors", factors=(1.0, 2.0, 3.0))
-    config = dataclasses.replace(kit.configs["gqa_tied"], rope_scaling=scaling)
-    with pytest.raises(ValueError, match="3 of them.*there must be 4"):
-        reference_forward(config, kit.params(config), jnp.arange(3))
+    config = kit.configs["gqa_tied"]
+    four, three = (1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0)
+    for scaling in (
+        RopeScaling("factors", factors=three),
+        RopeScaling("longrope", factors=four, long_factors=three),
+    ):
+        with pytest.raises(ValueError, match=r"there are 3, .* there must be 4"):
+            dataclasses.replace(config, rope_scaling=scaling)

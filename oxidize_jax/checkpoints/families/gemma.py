@@ -45,7 +45,7 @@ def _features(hidden: int) -> dict[str, Any]:
 
 
 def _gemma2(fields: HFFields) -> ModelConfig:
-    sliding = fields.sliding_layers(_gemma2_slides)
+    sliding = fields.sliding_layers(lambda layer: layer % 2 == 0)
     return fields.model_config(
         "gemma2",
         layer_windows=fields.windows(fields.optional_count("sliding_window"), sliding),
@@ -84,13 +84,13 @@ def _gemma2_gguf(fields: GGUFFields) -> ModelConfig:
         "gemma2",
         attention_softcap=fields.softcap("attn_logit_softcapping", 50.0),
         final_softcap=fields.softcap("final_logit_softcapping", 30.0),
-        layer_windows=fields.windows(_gemma2_slides),
+        layer_windows=fields.windows(fields.sliding_layers(every=2)),
         **_gguf_features(fields, "gemma2"),
     )
 
 
 def _gemma3_gguf(fields: GGUFFields) -> ModelConfig:
-    sliding = fields.layer_list(lambda layer: (layer + 1) % 6 != 0)
+    sliding = fields.sliding_layers(every=6)
     return fields.model_config(
         "gemma3_text",
         qk_norm="head",
@@ -98,7 +98,7 @@ def _gemma3_gguf(fields: GGUFFields) -> ModelConfig:
         local_rope_theta=fields.number("rope.freq_base_swa", default=_LOCAL_THETA),
         layer_ropes=_ropes(sliding),
         final_softcap=fields.softcap("final_logit_softcapping"),
-        layer_windows=fields.windows(lambda layer: sliding[layer]),
+        layer_windows=fields.windows(sliding),
         **_gguf_features(fields, "gemma3_text"),
     )
 
@@ -109,10 +109,6 @@ def _gguf_features(fields: GGUFFields, name: str) -> dict[str, Any]:
     if fields.count("block_count") == _LAYERS_OF_27B[name]:
         scale = (hidden // fields.count("attention.head_count")) ** -0.5
     return _features(hidden) | {"attention_scale": scale}
-
-
-def _gemma2_slides(layer: int) -> bool:
-    return layer % 2 == 0
 
 
 def _ropes(sliding: list[bool]) -> tuple[str, ...]:
@@ -139,7 +135,7 @@ GEMMA2 = Family(
 )
 GEMMA3 = Family(
     "gemma3_text",
-    "Gemma 3, text models (270M, 1B)",
+    "Gemma 3, text: 270M and 1B, in GGUF the larger ones too",
     HFFormat(
         "Gemma3ForCausalLM",
         _gemma3,

@@ -49,6 +49,8 @@ class GGUFFields:
         biases in attention or MLP.
         """
         self.check_neutral(_NEUTRAL)
+        if "layer_windows" not in features:
+            self.check_neutral({"attention.sliding_window": (0,)})
         hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
         head_dim = self.head_dim()
         self._check_equal("attention.value_length", head_dim)
@@ -116,13 +118,30 @@ class GGUFFields:
         """A bound of scores or logits; 0 or absent: ``default``."""
         return self.number(key) if self._metadata.get(f"{self._prefix}.{key}") else default
 
-    def windows(self, sliding: Callable[[int], bool] = lambda layer: True) -> tuple[int, ...]:
+    def windows(self, sliding: list[bool]) -> tuple[int, ...]:
         """``layer_windows`` of a ModelConfig; without a key, or where it is 0, none."""
         key = "attention.sliding_window"
         if not self._metadata.get(f"{self._prefix}.{key}"):
             return ()
-        layers = self.layer_list(sliding)
-        return layer_windows(self.count(key), layers, self.count("context_length"))
+        return layer_windows(self.count(key), sliding, self.count("context_length"))
+
+    def sliding_layers(self, every: int) -> list[bool]:
+        """Which layers have a window: all but each ``every``-th, or as the file says."""
+        key = "attention.sliding_window_pattern"
+        pattern = self._metadata.get(f"{self._prefix}.{key}")
+        if isinstance(pattern, list):
+            if len(pattern) != self.count("block_count"):
+                raise CheckpointError(
+                    f"{self._path}: {self._prefix}.{key} names {len(pattern)} layers, but there "
+                    f"are {self.count('block_count')}."
+                )
+            return [bool(slides) for slides in pattern]
+        every = every if pattern is None else self.count(key)
+        return self.layer_list(lambda layer: (layer + 1) % every != 0)
+
+    def every_layer(self) -> list[bool]:
+        """True for each layer."""
+        return self.layer_list(lambda layer: True)
 
     def layer_list(self, of_layer: Callable[[int], bool]) -> list[bool]:
         """``of_layer`` of every layer's number."""

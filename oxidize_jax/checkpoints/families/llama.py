@@ -18,7 +18,7 @@ def _llama(fields: HFFields) -> ModelConfig:
 
 def _llama_gguf(fields: GGUFFields) -> ModelConfig:
     # A converted Mistral is a "llama" as well.
-    return fields.model_config("llama", layer_windows=fields.windows())
+    return fields.model_config("llama", layer_windows=fields.windows(fields.every_layer()))
 
 
 def _mistral(fields: HFFields) -> ModelConfig:

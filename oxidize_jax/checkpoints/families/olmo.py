@@ -17,8 +17,7 @@ def _olmo2(fields: HFFields) -> ModelConfig:
 
 
 def _olmo2_gguf(fields: GGUFFields) -> ModelConfig:
-    # OLMo 3 has this architecture too.
-    fields.check_neutral({"attention.sliding_window": (0,)})
+    # OLMo 3 has this architecture too, with windows, hence is refused.
     return fields.model_config("olmo2", **_FEATURES)
 
 

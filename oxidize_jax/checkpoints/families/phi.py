@@ -33,7 +33,7 @@ def _phi3_gguf(fields: GGUFFields) -> ModelConfig:
     return fields.model_config(
         "phi3",
         rotary_dim=None if rotary == head_dim else rotary,
-        layer_windows=fields.windows(),
+        layer_windows=fields.windows(fields.every_layer()),
     )
 
 
