@@ -62,13 +62,14 @@ def start(options: Options, *, warm_up: bool, progress: bool) -> Started:
         load_checkpoint(resolved.path, dtype)  # raises the reason
         raise AssertionError("a model that cannot be described was loaded")
     config = engine_config(options, model, reserved=parameter_bytes(model, dtype))
+    model = model.for_sequences(config.max_model_len)
     kinds = {"attention": options.attention, "kv_dtype": cache_dtype(options)}
     decoder, shapes = build(model, abstract_parameters(model, dtype), **kinds)
     warming = WarmUp(config, decoder, shapes) if warm_up else None
     try:
         checkpoint = load_checkpoint(resolved.path, dtype, progress=progress)
         tokenizer = _load_tokenizer(tokenizer_path)
-        decoder, params = build(checkpoint.config, checkpoint.params, **kinds)
+        decoder, params = build(model, checkpoint.params, **kinds)
         if warming is not None:
             finish(warming, progress=progress)
             config, warming = _fitted(options, config, decoder, params, warming)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
-from oxidize_jax.checkpoints.mapping import stored_names
+from oxidize_jax.checkpoints.mapping import Stored, stored_parameters
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.quantize import is_matrix, quantize_weight_on_host, scale_name
@@ -46,11 +47,11 @@ def fill_parameters(
     parameters = {}
     total = sum(map(len, plan.values()))
     with progress_bar(total, shown=progress, unit="tensor", label="loading") as bar:
-        for name, tensors in plan.items():
+        for name, pieces in plan.items():
             whole = _Parameter(name, shapes[name], dtype)
             row_map = opened.row_maps[name]() if name in opened.row_maps else None
-            for layer, tensor in enumerate(tensors):
-                _fill(whole.layer(layer), tensor, row_map)
+            for layer, piece in enumerate(pieces):
+                _fill(whole.layer(layer), piece, row_map)
                 bar.update()
             for part, array in whole.arrays.items():
                 parameters[part] = place(part, array)
@@ -63,12 +64,38 @@ def place_on_default_device(name: str, array: np.ndarray) -> jax.Array:
     return jax.device_put(array, may_alias=True)
 
 
-def plan_parameters(opened: OpenCheckpoint) -> dict[str, tuple[StoredTensor, ...]]:
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What of a tensor makes up one layer of a parameter."""
+
+    tensor: StoredTensor
+    stored: Stored
+
+    def rows(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Row of the parameter and float[some, columns] from there on; a vector is one row."""
+        part = slice(self.stored.start, self.stored.stop)
+        if len(self.tensor.shape) == 1:
+            yield 0, self._shifted(self.tensor.read_rows(0, 1)[:, part])
+            return
+        if self.stored.transposed:
+            yield 0, np.ascontiguousarray(self.tensor.read_rows(0, self.tensor.shape[0]).T[part])
+            return
+        step = max(1, _CHUNK // self.tensor.matrix_shape[1])
+        for start in range(part.start, part.stop, step):
+            rows = self.tensor.read_rows(start, min(start + step, part.stop))
+            yield start - part.start, self._shifted(rows)
+
+    def _shifted(self, values: np.ndarray) -> np.ndarray:
+        offset = self.stored.offset
+        return values.astype(np.float32) + np.float32(offset) if offset else values
+
+
+def plan_parameters(opened: OpenCheckpoint) -> dict[str, tuple[Piece, ...]]:
     """Which tensors make up each parameter, after checking names, shapes and types."""
     config = _supported_config(opened)
     _check_layer_count(opened, config)
-    names = stored_names(config, opened.naming)
-    wanted = [name for group in names.values() for name in group]
+    stored = stored_parameters(config, opened.naming)
+    wanted = list(dict.fromkeys(name for one in stored.values() for name in one.names))
     _check_missing(opened, wanted)
     known = opened.harmless.union(wanted)
     surplus = [name for name in opened.tensors if name not in known]
@@ -79,13 +106,18 @@ def plan_parameters(opened: OpenCheckpoint) -> dict[str, tuple[StoredTensor, ...
         )
     shapes = parameter_shapes(config)
     plan = {}
-    for parameter, group in names.items():
-        tensors = tuple(opened.tensors[name] for name in group)
-        stacked = parameter.startswith("layers.")
-        for tensor in tensors:
-            _check_tensor(tensor, shapes[parameter][1 if stacked else 0 :])
-        plan[parameter] = tensors
+    for parameter, one in stored.items():
+        shape = shapes[parameter][1 if parameter.startswith("layers.") else 0 :]
+        pieces = tuple(Piece(opened.tensors[name], one) for name in one.names)
+        for piece in pieces:
+            _check_tensor(piece.tensor, _stored_shape(shape, one))
+        plan[parameter] = pieces
     return plan
+
+
+def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    whole = (stored.total, *shape[1:])
+    return whole[::-1] if stored.transposed else whole
 
 
 def parameter_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -170,30 +202,25 @@ class _Parameter:
         return [array[index] if self._stacked else array for array in self.arrays.values()]
 
 
-def _fill(layer: list[np.ndarray], tensor: StoredTensor, row_map: np.ndarray | None) -> None:
-    """Write all rows of ``tensor`` to ``layer``, a chunk at a time, checked for NaN."""
-    rows, columns = tensor.matrix_shape
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        chunk = _read_finite(tensor, start, stop, layer[0].dtype)
-        parts = quantize_weight_on_host(chunk) if layer[0].dtype == np.int8 else (chunk,)
-        for out, values in zip(layer, parts, strict=True):
-            out = out.reshape(rows, -1)
-            values = values.reshape(stop - start, -1)
-            if row_map is None:
-                out[start:stop] = values
-            elif rows == 1:
-                out[:, row_map] = values
-            else:
-                out[row_map[start:stop]] = values
+def _fill(layer: list[np.ndarray], piece: Piece, row_map: np.ndarray | None) -> None:
+    """Write ``piece`` to ``layer``, a chunk at a time, checked for NaN."""
+    vector = layer[0].ndim == 1
+    for start, chunk in piece.rows():
+        values = _finite(piece.tensor, chunk, layer[0].dtype)
+        parts = quantize_weight_on_host(values) if layer[0].dtype == np.int8 else (values,)
+        for out, part in zip(layer, parts, strict=True):
+            if vector:
+                out[slice(None) if row_map is None else row_map] = part[0]
+                continue
+            rows = slice(start, start + len(part))
+            out[rows if row_map is None else row_map[rows]] = part
 
 
-def _read_finite(tensor: StoredTensor, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
-    """Some rows in ``dtype``, or in f32 where they are to be int8."""
+def _finite(tensor: StoredTensor, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """``values`` in ``dtype``, or in f32 where they are to be int8."""
     dtype = np.dtype(np.float32) if dtype == np.int8 else dtype
     with np.errstate(over="ignore", invalid="ignore"):
-        values = tensor.read_rows(start, stop).astype(dtype, copy=False)
+        values = values.astype(dtype, copy=False)
     if not _all_finite(values):
         raise CheckpointError(
             f"{tensor.path}: tensor {tensor.name!r} holds NaN or infinite values"

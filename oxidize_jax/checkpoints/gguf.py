@@ -1,8 +1,9 @@
-"""GGUF files of the Llama family: configuration, tensors, and the row order undone.
+"""GGUF files: configuration, tensors, and the row order undone.
 
 llama.cpp's converter reorders the rows of the query and key projections of ``llama``
-models: within a head, the two halves that Hugging Face's rotary embedding pairs up are
-interleaved. :func:`rotary_row_map` undoes that, with each projection's own head count.
+models (and of a few others, never of most): within a head, the two halves that Hugging Face's
+rotary embedding pairs up are interleaved. :func:`rotary_row_map` undoes that, with each
+projection's own head count.
 """
 
 from __future__ import annotations
@@ -16,24 +17,18 @@ from typing import Any
 import numpy as np
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
+from oxidize_jax.checkpoints.families import FAMILIES, GGUF_FAMILIES, GGUFFormat
+from oxidize_jax.checkpoints.families.gguf_fields import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GGUFFields,
+)
 from oxidize_jax.checkpoints.gguf_header import GGUFHeader, GGUFTensorInfo, read_gguf_header
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
 
-_ROPE_FACTORS = "rope_freqs.weight"
-
-# Keys, below the architecture's name, that change what the model computes, and the values
-# with which they do not.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "attention.scale": (0.0,),
-    "attention.sliding_window": (0,),
-    "expert_count": (0,),
-    "rope.scale_linear": (1.0,),
-    "rope.scaling.factor": (0.0, 1.0),
-    "rope.scaling.type": ("none",),
-    "use_parallel_residual": (False,),
-}
+_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 
 
 def open_gguf(path: str | Path) -> OpenCheckpoint:
@@ -49,7 +44,6 @@ def open_gguf(path: str | Path) -> OpenCheckpoint:
     config, refusal, row_maps = None, None, {}
     try:
         config = config_from_gguf(header)
-        _check_rope_factors(tensors.get(_ROPE_FACTORS))
         row_maps = _row_maps(config)
     except CheckpointError as error:
         config, refusal = None, error
@@ -64,7 +58,7 @@ def open_gguf(path: str | Path) -> OpenCheckpoint:
         tensors=tensors,
         config=config,
         refusal=refusal,
-        harmless=frozenset({_ROPE_FACTORS}),
+        harmless=frozenset(_FACTORS),
         row_maps=row_maps,
     )
 
@@ -72,40 +66,48 @@ def open_gguf(path: str | Path) -> OpenCheckpoint:
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     """The model's shape from the metadata, and from which tensors there are.
 
-    A file without ``output.weight`` has a tied head; one with a query or gate bias has
-    biases in attention or MLP. Raises :class:`UnsupportedModelError` naming the key that
-    asks for something not built, and :class:`CheckpointError` for a missing or odd value.
+    Of the tensors only factors of rotary frequencies are read. Raises
+    :class:`UnsupportedModelError` naming the key that asks for something not built, and
+    :class:`CheckpointError` for a missing or odd value.
     """
-    fields = _Fields(header)
-    fields.check_supported()
-    names = {info.name for info in header.tensors}
-    hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
-    head_dim = fields.count("attention.key_length", default=max(1, hidden // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        fields.check_equal(key, head_dim)
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    layout = _layout(header)
+    tensors = {info.name: info for info in header.tensors if info.name in _FACTORS}
+
+    def read(name: str) -> np.ndarray | None:
+        if name not in tensors:
+            return None
+        tensor = _stored_tensor(tensors[name], header)
+        return tensor.read_rows(0, tensor.matrix_shape[0]).reshape(-1)
+
     try:
-        return ModelConfig(
-            vocab_size=fields.count(
-                "vocab_size", default=len(tokens) if isinstance(tokens, list) else None
-            ),
-            hidden_size=hidden,
-            intermediate_size=fields.count("feed_forward_length"),
-            num_layers=fields.count("block_count"),
-            num_heads=heads,
-            num_kv_heads=fields.count("attention.head_count_kv", default=heads),
-            head_dim=head_dim,
-            rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-            rope_theta=fields.number("rope.freq_base", default=10_000.0),
-            max_position_embeddings=fields.count("context_length"),
-            tie_word_embeddings="output.weight" not in names,
-            attention_bias="blk.0.attn_q.bias" in names,
-            mlp_bias="blk.0.ffn_gate.bias" in names,
-        )
+        return layout.config(GGUFFields(header, read, layout.architecture))
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{header.path}: {error}") from None
+
+
+def _layout(header: GGUFHeader) -> GGUFFormat:
+    """The format of the file's architecture, once it is known to be a whole model of it."""
+    metadata = header.metadata
+    architecture = metadata.get("general.architecture")
+    family = GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    if family is None or family.gguf is None:
+        raise UnsupportedModelError(
+            f"{header.path}: general.architecture={architecture!r} is not supported, only "
+            f"{', '.join(map(repr, GGUF_FAMILIES))} are."
+        )
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(
+            f"{header.path}: general.type={kind!r} is not supported, only whole models are."
+        )
+    if metadata.get("split.count", 1) != 1:
+        raise UnsupportedModelError(
+            f"{header.path}: split.count={metadata['split.count']}: a GGUF in several files is "
+            "not supported; join them with llama.cpp's `llama-gguf-split --merge`."
+        )
+    return family.gguf
 
 
 def rotary_row_map(num_heads: int, head_dim: int) -> np.ndarray:
@@ -119,72 +121,10 @@ def rotary_row_map(num_heads: int, head_dim: int) -> np.ndarray:
     return (np.arange(num_heads)[:, None] * head_dim + within_head).reshape(-1)
 
 
-class _Fields:
-    """The metadata below the architecture's name, with the errors that go with it."""
-
-    def __init__(self, header: GGUFHeader) -> None:
-        self._path = header.path
-        self._metadata: Mapping[str, Any] = header.metadata
-
-    def check_supported(self) -> None:
-        architecture = self._metadata.get("general.architecture")
-        if architecture != "llama":
-            raise UnsupportedModelError(
-                f"{self._path}: general.architecture={architecture!r} is not supported, "
-                "only 'llama' is."
-            )
-        kind = self._metadata.get("general.type", "model")
-        if kind != "model":
-            raise UnsupportedModelError(
-                f"{self._path}: general.type={kind!r} is not supported, only whole models are."
-            )
-        if self._metadata.get("split.count", 1) != 1:
-            raise UnsupportedModelError(
-                f"{self._path}: split.count={self._metadata['split.count']}: a GGUF in several "
-                "files is not supported; join them with llama.cpp's `llama-gguf-split --merge`."
-            )
-        for key, neutral in _NEUTRAL.items():
-            value = self._metadata.get(f"llama.{key}", neutral[0])
-            if value not in neutral:
-                raise UnsupportedModelError(
-                    f"{self._path}: llama.{key}={value!r} is not supported, "
-                    f"only {neutral[-1]!r} is."
-                )
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise CheckpointError(
-                f"{self._path}: llama.{key}={value!r}: must be a positive integer, the same "
-                "in all layers."
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, float) or not 0 < value < float("inf"):
-            raise CheckpointError(f"{self._path}: llama.{key}={value!r}: must be positive.")
-        # Stored in f32: take the decimal that was meant, 1e-05 and not 9.99999974e-06.
-        return float(str(np.float32(value)))
-
-    def check_equal(self, key: str, expected: int) -> None:
-        value = self.count(key, default=expected)
-        if value != expected:
-            raise UnsupportedModelError(
-                f"{self._path}: llama.{key}={value} is not supported where the head size is "
-                f"{expected}: they must be equal."
-            )
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._metadata.get(f"llama.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{self._path}: metadata key 'llama.{key}' is missing.")
-        return value
-
-
 def _row_maps(config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
+    layout = FAMILIES[config.architecture].gguf
+    if layout is None or not layout.interleaved:
+        return {}
     queries = functools.partial(rotary_row_map, config.num_heads, config.head_dim)
     keys = functools.partial(rotary_row_map, config.num_kv_heads, config.head_dim)
     return {
@@ -248,18 +188,6 @@ def _check_extents(header: GGUFHeader, tensors: Mapping[str, StoredTensor]) -> N
                 f"{header.path}: truncated: tensor {tensor.name!r} ends at byte {end}, the file "
                 f"at {header.file_bytes}; fetch it again."
             )
-
-
-def _check_rope_factors(tensor: StoredTensor | None) -> None:
-    """Frequency factors other than 1 are Llama 3.1's rope scaling in another form."""
-    if tensor is None:
-        return
-    rows = tensor.read_rows(0, tensor.matrix_shape[0])
-    if not np.all(rows == 1):
-        raise UnsupportedModelError(
-            f"{tensor.path}: tensor {_ROPE_FACTORS!r} scales the rotary frequencies, which is "
-            "not supported (a model without rope scaling is)."
-        )
 
 
 def _import_gguf() -> Any:

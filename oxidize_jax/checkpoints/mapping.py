@@ -1,51 +1,94 @@
-"""Names of the Llama family's tensors: ours, Hugging Face's and GGUF's, in one table.
+"""Which tensors of a file make up each parameter.
 
-Ours are those of :func:`oxidize_jax.model.transformer.parameter_shapes`: flat, with all
-layers of a kind stacked under one name. The two file formats store a tensor per layer.
+Parameters are those of :func:`oxidize_jax.model.transformer.parameter_shapes`: flat, with all
+layers of a kind stacked under one name. The two file formats store a tensor per layer, under
+the names that the model's family has there (:mod:`oxidize_jax.checkpoints.families`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
+from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.transformer import parameter_shapes
 
 Naming = Literal["hf", "gguf"]
 
-# Ours -> (Hugging Face, GGUF); "{}" stands for the layer. The last part of a name,
-# ".weight" or ".bias", is the same in all three.
-_STEMS: dict[str, tuple[str, str]] = {
-    "embed": ("model.embed_tokens", "token_embd"),
-    "final_norm": ("model.norm", "output_norm"),
-    "lm_head": ("lm_head", "output"),
-    "layers.input_norm": ("model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
-    "layers.post_norm": ("model.layers.{}.post_attention_layernorm", "blk.{}.ffn_norm"),
-    "layers.q": ("model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
-    "layers.k": ("model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
-    "layers.v": ("model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
-    "layers.o": ("model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
-    "layers.gate": ("model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
-    "layers.up": ("model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
-    "layers.down": ("model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
-}
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a file holds a parameter."""
+
+    names: tuple[str, ...]
+    """A tensor for each layer, in layer order, or one"""
+    start: int
+    stop: int
+    """Rows of each tensor, or numbers of a vector, that are this parameter's"""
+    total: int
+    """How many the tensor has, other parameters' too"""
+    transposed: bool = False
+    """Whether these are columns"""
+    offset: float = 0.0
+    """What is to be added to each number"""
 
 
 def stored_names(config: ModelConfig, naming: Naming) -> dict[str, tuple[str, ...]]:
     """For every parameter of ``config``, the tensors that a file stores it in.
 
     A parameter of the layers has ``config.num_layers`` of them, in layer order; any other
-    has one. No name occurs twice.
+    has one. A name occurs twice only where a file fuses parameters.
     """
-    return {
-        parameter: _names_of(parameter, config.num_layers, naming)
-        for parameter in parameter_shapes(config)
-    }
+    return {name: stored.names for name, stored in stored_parameters(config, naming).items()}
 
 
-def _names_of(parameter: str, num_layers: int, naming: Naming) -> tuple[str, ...]:
-    stem, suffix = parameter.rsplit(".", 1)
-    pattern = f"{_STEMS[stem][0 if naming == 'hf' else 1]}.{suffix}"
+def stored_parameters(config: ModelConfig, naming: Naming) -> dict[str, Stored]:
+    """How a file of ``naming`` holds every parameter of ``config``.
+
+    Raises ValueError if there are no such files of its family.
+    """
+    family = FAMILIES[config.architecture]
+    layout = family.hf if naming == "hf" else family.gguf
+    if layout is None:
+        raise ValueError(f"architecture={config.architecture!r} has no names in a GGUF.")
+    transposed = family.hf.transposed if naming == "hf" else frozenset()
+    offset = family.hf.norm_offset if naming == "hf" else 0.0
+    order = list(layout.names)
+    shapes = parameter_shapes(config)
+    ends: dict[str, int] = {}
+    parts: dict[str, tuple[str, int, int]] = {}
+    for parameter in sorted(shapes, key=lambda name: order.index(_stem(name))):
+        stem, suffix = parameter.rsplit(".", 1)
+        pattern = f"{layout.names[stem]}.{suffix}"
+        shape = shapes[parameter][1 if _is_stacked(parameter) else 0 :]
+        start = ends.get(pattern, 0)
+        ends[pattern] = start + shape[0]
+        parts[parameter] = (pattern, start, ends[pattern])
+    stored = {}
+    for parameter in shapes:
+        pattern, start, stop = parts[parameter]
+        stored[parameter] = Stored(
+            names=_names_of(pattern, config.num_layers),
+            start=start,
+            stop=stop,
+            total=ends[pattern],
+            transposed=_stem(parameter) in transposed and is_matrix(parameter),
+            offset=offset if parameter.endswith("norm.weight") else 0.0,
+        )
+    return stored
+
+
+def _names_of(pattern: str, num_layers: int) -> tuple[str, ...]:
     if "{}" not in pattern:
         return (pattern,)
     return tuple(pattern.format(layer) for layer in range(num_layers))
+
+
+def _stem(parameter: str) -> str:
+    return parameter.rsplit(".", 1)[0]
+
+
+def _is_stacked(parameter: str) -> bool:
+    return parameter.startswith("layers.")

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from oxidize_jax.checkpoints.errors import CheckpointError
+from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.checkpoints.hf_config import config_from_hf, read_json_object
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 
@@ -59,9 +60,10 @@ def open_safetensors(folder: str | Path) -> OpenCheckpoint:
     config, refusal = None, None
     try:
         config = config_from_hf(raw, source=str(folder / CONFIG_FILE))
+        tensors = _with_prefix(tensors, FAMILIES[config.architecture].hf.prefix)
     except CheckpointError as error:
         refusal = error
-    context = raw.get("max_position_embeddings")
+    context = config.max_position_embeddings if config else raw.get("max_position_embeddings")
     return OpenCheckpoint(
         path=folder,
         format="safetensors",
@@ -75,6 +77,13 @@ def open_safetensors(folder: str | Path) -> OpenCheckpoint:
         # Some tied checkpoints save the head as well; as in transformers, the embedding is used.
         harmless=frozenset(n for n in tensors if n.endswith(_HARMLESS) or n == "lm_head.weight"),
     )
+
+
+def _with_prefix(tensors: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """``tensors`` by names with ``prefix``, which some files leave out everywhere."""
+    if not prefix or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {n if n == "lm_head.weight" else prefix + n: t for n, t in tensors.items()}
 
 
 def _open_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[Path]]:

@@ -26,10 +26,6 @@ _FORMATS = {
     "file or in shards; tensors in F64 F32 F16 BF16",
     "org/name": "the same, fetched from Hugging Face (pip install 'oxidize_jax[hub]')",
 }
-_FAMILIES = {
-    "Llama": "LlamaForCausalLM, in GGUF 'llama': Llama 2, Llama 3 (without the rope scaling of "
-    "3.1 and later), SmolLM2 and others of that shape",
-}
 _EXAMPLES = """\
 examples:
   oxidize-jax models
@@ -160,6 +156,7 @@ def _is_here(name: str) -> bool:
 
 def _print_list() -> None:
     from oxidize_jax.checkpoints.builtin import BUILTIN_MODELS, builtin_path
+    from oxidize_jax.checkpoints.families import FAMILIES
     from oxidize_jax.compile_cache import cache_folder
 
     print("Built-in models (fetched with pip on first use, no account needed)")
@@ -168,8 +165,8 @@ def _print_list() -> None:
         _print_rows({name: f"{model.description}. {model.licence}.", "": where})
     print("\nModels of your own (--model)")
     _print_rows(_FORMATS)
-    print("\nFamilies")
-    _print_rows(_FAMILIES)
+    print("\nFamilies (model_type of a config.json)")
+    _print_rows({family.name: family.summary for family in FAMILIES.values()})
     print(f"\nCache folder\n  {cache_folder()} (OXIDIZE_JAX_CACHE moves it)")
 
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.model import attention_cpu, cpu_pages
+from oxidize_jax.model.attention_cpu import softcapped
 from oxidize_jax.types import state
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -38,6 +39,24 @@ class AttentionSpec:
     num_blocks: int
     block_size: int
     platform: str
+    scale: float
+    """What scores are multiplied by."""
+    softcap: float = 0.0
+    """Bound of the scores, by tanh; 0: none."""
+    windows: tuple[int, ...] = ()
+    """How many keys a token sees in each layer; 0: all. Empty: all in every layer."""
+
+    def window_at(self, layer: jax.Array) -> jax.Array | int | None:
+        """Keys that a token sees in ``layer i32[]``; None where all see all."""
+        if not any(self.windows):
+            return None
+        if len(set(self.windows)) == 1:
+            return self.windows[0]
+        return jnp.asarray([window or _ALL for window in self.windows], jnp.int32)[layer]
+
+
+_ALL = 2**30
+"""A window that nothing is outside of."""
 
 
 def make_attention(
@@ -45,8 +64,8 @@ def make_attention(
 ) -> Attention:
     """The attention of one step: what depends on the batch alone is worked out here, once.
 
-    A token at position ``p`` sees the keys at positions ``<= p`` of its row. Tokens that
-    belong to no row give zeros.
+    A token at position ``p`` sees the keys at positions ``<= p`` of its row, in a layer with a
+    window ``w`` those of them ``> p - w``. Tokens that belong to no row give zeros.
 
     Raises ValueError for an unknown ``name``.
     """
@@ -107,15 +126,27 @@ def _gather_on_cpu(spec: AttentionSpec, batch: BatchDescriptor, kv: jax.Array) -
     if not n:
         return Attention((), lambda q, kv, layer, _: (tiles(jnp.zeros_like(q), q, kv, layer), ()))
     like = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    sizes = attention_cpu.plan_sizes(*heads, spec.num_blocks, spec.block_size, n, width, like)
-    splits = attention_cpu.make_splits(sizes, decode.positions[:, 0] + 1, decode.tables)
+    sizes = attention_cpu.plan_sizes(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.num_blocks,
+        spec.block_size,
+        n,
+        width,
+        like,
+        scale=spec.scale,
+        softcap=spec.softcap,
+    )
+    splits_at = attention_cpu.splits_by_layer(
+        sizes, decode.positions[:, 0] + 1, decode.tables, spec.windows
+    )
 
     def attend(
         q: jax.Array, kv: jax.Array, layer: jax.Array, scratch: Any
     ) -> tuple[jax.Array, Any]:
         out, scratch = attention_cpu.attend(
-            sizes, splits, scratch, q[:n], kv, layer * spec.num_blocks
+            sizes, splits_at(layer), scratch, q[:n], kv, layer * spec.num_blocks
         )
         # Rows that are not decodes come out as zeros, and tiles put theirs in their place.
         out = jnp.concatenate([out, jnp.zeros_like(q[n:])])
@@ -134,7 +165,8 @@ def _attend_tiles(
     groups = _grouped(part, plan)
 
     def attend(out: jax.Array, q: jax.Array, kv: jax.Array, layer: jax.Array) -> jax.Array:
-        result = _attend_part(spec, plan, groups, q, kv, layer * spec.num_blocks)
+        window = spec.window_at(layer)
+        result = _attend_part(spec, plan, groups, q, kv, layer * spec.num_blocks, window)
         return out.at[groups.tokens].set(result, mode="drop")
 
     return attend
@@ -228,14 +260,20 @@ def _pad(x: jax.Array, rows: int, columns: int, value: int) -> jax.Array:
 
 
 def _attend_part(
-    spec: AttentionSpec, plan: _Plan, groups: _Part, q: jax.Array, kv: jax.Array, offset: jax.Array
+    spec: AttentionSpec,
+    plan: _Plan,
+    groups: _Part,
+    q: jax.Array,
+    kv: jax.Array,
+    offset: jax.Array,
+    window: jax.Array | int | None,
 ) -> jax.Array:
     """Attention outputs ``f32[groups, rows, A, H, D]``; ``offset`` is the layer's first page."""
-    scaled = q * jnp.float32(spec.head_dim**-0.5)
+    scaled = q * jnp.float32(spec.scale)
 
     def one(group: _Part) -> jax.Array:
         queries = scaled.at[group.tokens].get(mode="fill", fill_value=0)
-        return _attend_rows(spec, plan, group, queries, kv, offset)
+        return _attend_rows(spec, plan, group, queries, kv, offset, window)
 
     if groups.tokens.shape[0] == 1:
         return one(jax.tree.map(lambda leaf: leaf[0], groups))[None]
@@ -243,14 +281,23 @@ def _attend_part(
 
 
 def _attend_rows(
-    spec: AttentionSpec, plan: _Plan, part: _Part, q: jax.Array, kv: jax.Array, offset: jax.Array
+    spec: AttentionSpec,
+    plan: _Plan,
+    part: _Part,
+    q: jax.Array,
+    kv: jax.Array,
+    offset: jax.Array,
+    window: jax.Array | int | None,
 ) -> jax.Array:
     """Online softmax over chunks of blocks (Milakov and Gimelshein, 2018).
 
-    ``q`` is ``f32[n, A, H, D]``. The loop ends with the longest context of these rows, so
-    the cost follows what is in the cache and not the width of the tables. Query heads that
-    share a kv head are one matrix against it, hence K and V are never repeated.
+    ``q`` is ``f32[n, A, H, D]``. The loop ends with the longest context of these rows, in a
+    layer with a window counted from where each row's begins, so the cost follows what is seen
+    and not the width of the tables. Query heads that share a kv head are one matrix against it,
+    hence K and V are never repeated.
     """
+    if window is not None:
+        part = _from_window(spec, part, window)
     n, width = part.tokens.shape
     heads, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     span = plan.chunk * spec.block_size
@@ -262,7 +309,7 @@ def _attend_rows(
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
         blocks = lax.dynamic_slice_in_dim(part.tables, i * plan.chunk, plan.chunk, axis=1)
-        seen = _seen(spec, part.positions, blocks, i * span)
+        seen = _seen(spec, part.positions, blocks, i * span, window)
         if on_cpu:
             # A sequence may hold blocks that nobody has written yet: read its first instead,
             # which like all that it has seen is finite.
@@ -275,7 +322,7 @@ def _attend_rows(
             # 0 * NaN is NaN: a weight of zero does not hide what an unused slot holds.
             v = jnp.where(seen.any(axis=1)[:, None, :, None], v, jnp.zeros((), v.dtype))
         scores = _dot(q, k, contract_rhs=2 if on_cpu else 3)
-        scores = scores.reshape(n, heads, width, group, span)
+        scores = softcapped(scores.reshape(n, heads, width, group, span), spec.softcap)
         scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -293,13 +340,36 @@ def _attend_rows(
     return out.transpose(0, 2, 1, 3, 4).reshape(n, width, spec.num_heads, spec.head_dim)
 
 
+def _from_window(spec: AttentionSpec, part: _Part, window: jax.Array | int) -> _Part:
+    """``part`` with tables that begin at the first block that any token of the row sees, and
+    positions that count from there."""
+    padding = part.positions < 0
+    lowest = jnp.where(padding, _ALL, part.positions).min(axis=1, keepdims=True)
+    first = jnp.maximum(lowest - window + 1, 0) // spec.block_size
+    first = jnp.where(lowest < _ALL, first, 0)
+    column = first + jnp.arange(part.tables.shape[1], dtype=jnp.int32)
+    past_the_end = jnp.iinfo(jnp.int32).max
+    return _Part(
+        tokens=part.tokens,
+        positions=jnp.where(padding, -1, part.positions - first * spec.block_size),
+        tables=jnp.take_along_axis(
+            part.tables, column, axis=1, mode="fill", fill_value=past_the_end
+        ),
+    )
+
+
 def _seen(
-    spec: AttentionSpec, positions: jax.Array, blocks: jax.Array, first: jax.Array
+    spec: AttentionSpec,
+    positions: jax.Array,
+    blocks: jax.Array,
+    first: jax.Array,
+    window: jax.Array | int | None,
 ) -> jax.Array:
     """bool[n, A, span]: which keys of a chunk that starts at position ``first`` a query sees."""
     key = first + jnp.arange(blocks.shape[1] * spec.block_size, dtype=jnp.int32)
     exists = jnp.repeat(blocks < spec.num_blocks, spec.block_size, axis=1)
-    return (key <= positions[:, :, None]) & exists[:, None, :]
+    seen = (key <= positions[:, :, None]) & exists[:, None, :]
+    return seen if window is None else seen & (key > positions[:, :, None] - window)
 
 
 def _read(

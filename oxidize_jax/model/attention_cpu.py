@@ -24,7 +24,7 @@ from jax import lax
 
 from oxidize_jax.arrays import prefix_sum, segments
 from oxidize_jax.model import cpu_pages
-from oxidize_jax.types import state
+from oxidize_jax.types import replace, state
 
 SPLIT_BLOCKS = 2
 """Blocks of a split. Fewer make more partial results, more leave more of the last one empty."""
@@ -54,6 +54,10 @@ class Sizes:
     """Splits in a turn"""
     turns: int
     """Turns that the longest list takes"""
+    scale: float
+    """What scores are multiplied by"""
+    softcap: float
+    """Bound of the scores, by tanh; 0: none"""
 
     @property
     def group(self) -> int:
@@ -76,6 +80,8 @@ class Splits:
     """i32[N, C]: its blocks; the row's first block where it sees no more"""
     keys: jax.Array
     """i32[N]: keys of the split that the row sees, a prefix of it"""
+    unseen: jax.Array | None
+    """i32[N]: how many of these are before the window; None without one"""
     first: jax.Array
     """i32[n]: place of each row's first split in the list"""
     count: jax.Array
@@ -110,6 +116,9 @@ def plan_sizes(
     rows: int,
     table_width: int,
     kv: jax.ShapeDtypeStruct,
+    *,
+    scale: float,
+    softcap: float = 0.0,
 ) -> Sizes:
     """How to cut the work of ``rows`` decode rows whose tables are ``table_width`` wide."""
     longest = rows * -(-table_width // SPLIT_BLOCKS)
@@ -123,26 +132,60 @@ def plan_sizes(
         block_size=block_size,
         lanes=lanes,
         turns=-(-longest // lanes),
+        scale=scale,
+        softcap=softcap,
     )
 
 
-def make_splits(sizes: Sizes, lengths: jax.Array, tables: jax.Array) -> Splits:
-    """``lengths i32[n]`` keys that each row sees, 0 for padding; ``tables i32[n, M]``."""
+def splits_by_layer(
+    sizes: Sizes, lengths: jax.Array, tables: jax.Array, windows: tuple[int, ...]
+) -> Callable[[jax.Array], Splits]:
+    """The list of splits of each layer ``i32[]``: one for each window that there is.
+
+    ``windows`` as in :class:`~oxidize_jax.model.attention.AttentionSpec`.
+    """
+    different = sorted(set(windows)) or [0]
+    lists = [make_splits(sizes, lengths, tables, window) for window in different]
+    if len(lists) == 1:
+        return lambda layer: lists[0]
+    # The same fields in all of them.
+    lists = [
+        splits if splits.unseen is not None else replace(splits, unseen=jnp.zeros_like(splits.keys))
+        for splits in lists
+    ]
+    stack = jax.tree.map(lambda *fields: jnp.stack(fields), *lists)
+    which = jnp.asarray([different.index(window) for window in windows], jnp.int32)
+    return lambda layer: jax.tree.map(lambda field: field[which[layer]], stack)
+
+
+def make_splits(sizes: Sizes, lengths: jax.Array, tables: jax.Array, window: int = 0) -> Splits:
+    """``lengths i32[n]`` keys up to each row's token, 0 for padding; ``tables i32[n, M]``.
+
+    With a ``window`` a row sees the last that many of them, and its list begins there.
+    """
     n = tables.shape[0]
     count = -(-lengths // sizes.keys)
+    begin = None
+    if window:
+        begin = jnp.maximum(lengths - window, 0) // sizes.keys
+        count = count - begin
     ends = prefix_sum(count)
     first = ends - count
     lane = jnp.arange(sizes.lanes * sizes.turns, dtype=jnp.int32)
     row = jnp.minimum(segments(ends, lane.size), n - 1)
     nth = lane - first[row]
+    if begin is not None:
+        nth = nth + begin[row]
     column = nth[:, None] * SPLIT_BLOCKS + jnp.arange(SPLIT_BLOCKS, dtype=jnp.int32)
     # A row may hold blocks that nobody has written yet.
     column = jnp.where(column * sizes.block_size < lengths[row, None], column, 0)
     block = tables[row[:, None], column]
+    before = lengths[row] - window - nth * sizes.keys
     return Splits(
         row=row,
         blocks=jnp.where(block < sizes.num_blocks, block, 0),
         keys=jnp.clip(lengths[row] - nth * sizes.keys, 0, sizes.keys),
+        unseen=jnp.clip(before, 0, sizes.keys) if window else None,
         first=first,
         count=count,
     )
@@ -171,7 +214,7 @@ def attend(
     sizes: Sizes, splits: Splits, scratch: Scratch, q: jax.Array, kv: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, Scratch]:
     """``f32[n, H, D]`` for ``q f32[n, H, D]``; ``offset i32[]`` is the layer's first page."""
-    q = (q * jnp.float32(sizes.head_dim**-0.5)).reshape(
+    q = (q * jnp.float32(sizes.scale)).reshape(
         q.shape[0], sizes.num_kv_heads, sizes.group, sizes.head_dim
     )
     live = jnp.sum(splits.count, dtype=jnp.int32)
@@ -209,7 +252,11 @@ def _turn(
     queries = q[now(splits.row)]
     scores = _stage(go, lambda: _scores(sizes, queries, pages), scratch.scores)
     flat = scores.transpose(0, 2, 3, 1, 4).reshape(*queries.shape[:3], sizes.keys)
-    seen = jnp.arange(sizes.keys, dtype=jnp.int32) < now(splits.keys)[:, None]
+    flat = softcapped(flat, sizes.softcap)
+    key = jnp.arange(sizes.keys, dtype=jnp.int32)
+    seen = key < now(splits.keys)[:, None]
+    if splits.unseen is not None:
+        seen = seen & (key >= now(splits.unseen)[:, None])
     flat = jnp.where(seen[:, None, None], flat, _LOWEST)
     top = flat.max(axis=-1)
     weights = jnp.exp(flat - top[..., None])
@@ -225,6 +272,11 @@ def _turn(
         scores=scores,
         sums=sums,
     )
+
+
+def softcapped(x: jax.Array, cap: float) -> jax.Array:
+    """``cap * tanh(x / cap)`` (Bello et al., 2016); with a cap of 0, ``x``."""
+    return jnp.tanh(x * jnp.float32(1 / cap)) * jnp.float32(cap) if cap else x
 
 
 def _stage(go: jax.Array, work: Callable[[], Any], before: Any) -> Any:

@@ -19,6 +19,7 @@ from oxidize_jax.model import kv_cache
 from oxidize_jax.model.attention import AttentionSpec, check_backend, make_attention
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.quantize import is_matrix
+from oxidize_jax.model.rope import RotationAt, rotations
 from oxidize_jax.model.transformer import (
     APART,
     LAYERS,
@@ -26,7 +27,6 @@ from oxidize_jax.model.transformer import (
     Layer,
     Multiply,
     Projections,
-    angles,
     merge,
     parameter_shapes,
     product,
@@ -169,7 +169,7 @@ def hidden_states(
     )
     attention = make_attention(decoder.attention, spec, batch, kv)
     write = kv_cache.make_write(batch, spec.num_blocks, block_size, decoder.platform)
-    rotation = angles(batch.positions, config)
+    rotation_at = rotations(batch.positions, config)
 
     def mix(index: jax.Array, qkv: Projections, cache: Cache) -> tuple[jax.Array, Cache]:
         kv, scratch = cache
@@ -178,15 +178,17 @@ def hidden_states(
         out, scratch = attention.attend(q, kv, index, scratch)
         return out, (kv, scratch)
 
+    trunk = _trunk(decoder, leaves)
     if EMBED_BITS in leaves:
         bits = leaves[EMBED_BITS].at[batch.token_ids].get(mode="clip")
         x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     else:
-        x = _trunk(decoder, leaves).embed_tokens(batch.token_ids)
+        x = trunk.embed_tokens(batch.token_ids)
+    x = trunk.placed(x, batch.positions)
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
-    x, (kv, _) = layers(decoder, leaves, rotation, mix, x, (kv, attention.scratch))
+    x, (kv, _) = layers(decoder, leaves, rotation_at, mix, x, (kv, attention.scratch))
     return x, kv
 
 
@@ -196,7 +198,7 @@ _Mix = Callable[[jax.Array, Projections, Cache], tuple[jax.Array, Cache]]
 
 
 def _layers_stacked(
-    decoder: Decoder, leaves: Leaves, rotation: jax.Array, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """All layers, their weights cut out of the stacks: one body, compiled once."""
 
@@ -205,6 +207,7 @@ def _layers_stacked(
     ) -> tuple[tuple[jax.Array, Cache], None]:
         index, weights = inputs
         module = merge(decoder.layer, {n: _unpacked(w) for n, w in weights.items()})
+        rotation = rotation_at(index)
         return module(*carry, rotation, lambda q, k, v, c: mix(index, (q, k, v), c)), None
 
     stacked = {
@@ -217,7 +220,7 @@ def _layers_stacked(
 
 
 def _layers_apart(
-    decoder: Decoder, leaves: Leaves, rotation: jax.Array, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """All layers, their matrices arguments by themselves, which XLA reads where they are.
 
@@ -230,7 +233,9 @@ def _layers_apart(
     small = {n: leaves[LAYERS + n] for n in like if not is_matrix(n)}
 
     def at(index: jax.Array) -> tuple[Layer, Multiply]:
-        module = merge(decoder.layer, like | {n: leaf[index] for n, leaf in small.items()})
+        module = merge(
+            decoder.layer, like | {n: _unpacked(leaf[index]) for n, leaf in small.items()}
+        )
         return module, partial(_multiply_layer, leaves, module, index)
 
     def layer(
@@ -241,11 +246,13 @@ def _layers_apart(
         module, multiply = at(index)
         x = module.finish(x, mixed, multiply)
         # Behind the last layer what is projected is of no use.
-        following, multiply = at(jnp.minimum(index + 1, last))
-        return (x, following.project(x, rotation, multiply), cache), None
+        index = jnp.minimum(index + 1, last)
+        following, multiply = at(index)
+        return (x, following.project(x, rotation_at(index), multiply), cache), None
 
-    first, multiply = at(jnp.zeros((), jnp.int32))
-    start = (x, first.project(x, rotation, multiply), cache)
+    zero = jnp.zeros((), jnp.int32)
+    first, multiply = at(zero)
+    start = (x, first.project(x, rotation_at(zero), multiply), cache)
     x, _, cache = lax.scan(layer, start, jnp.arange(last + 1, dtype=jnp.int32))[0]
     return x, cache
 
@@ -302,6 +309,9 @@ def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
         num_blocks=num_blocks,
         block_size=block_size,
         platform=decoder.platform,
+        scale=config.query_scale,
+        softcap=config.attention_softcap,
+        windows=config.layer_windows,
     )
 
 

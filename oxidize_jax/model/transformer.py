@@ -1,4 +1,4 @@
-"""The decoder's parameters and layers: a pre-norm Llama-family transformer in Flax NNX.
+"""The decoder's parameters and layers: one transformer for all families, in Flax NNX.
 
 The modules say what the parameters are and what is computed with them; they hold no cache
 and are never jitted. :mod:`oxidize_jax.model.functional` builds them without memory, splits
@@ -8,17 +8,18 @@ them once, and runs them as pure functions of a flat dict of arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
+from oxidize_jax.model.attention_cpu import softcapped
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.quantize import dequantize_weight, quantize_inputs
+from oxidize_jax.model.rope import rotate
 
 LAYERS = "layers."
 """Prefix of the parameters that are stacked over layers."""
@@ -93,9 +94,14 @@ class Trunk(nnx.Module):
     """What comes before and after the layers: embedding, final norm, head."""
 
     def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
+        self.config = config
         shape = (config.vocab_size, config.hidden_size)
         self.embed = Matrix(*shape, quantized=quantized)
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        positions = (config.max_position_embeddings, config.hidden_size)
+        self.position_embed = (
+            Matrix(*positions, quantized=quantized) if config.learned_positions else None
+        )
+        self.final_norm = make_norm(config, config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Matrix(*shape, quantized=quantized)
 
@@ -103,51 +109,74 @@ class Trunk(nnx.Module):
         """``i32[T] -> f32[T, E]``"""
         return self.embed.rows(token_ids)
 
+    def placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """What the first layer reads of embeddings ``f32[T, E]`` at ``positions i32[T]``."""
+        if self.config.embedding_scale != 1:
+            x = x * jnp.float32(self.config.embedding_scale)
+        return x if self.position_embed is None else x + self.position_embed.rows(positions)
+
     def logits(self, x: jax.Array) -> jax.Array:
         """``f32[C, E] -> f32[C, V]``"""
         head = self.embed if self.lm_head is None else self.lm_head
-        return head(self.final_norm(x))
+        return softcapped(head(self.final_norm(x)), self.config.final_softcap)
 
 
 class Layer(nnx.Module):
-    """Attention and a gated MLP, each on a normed copy of the residual stream."""
+    """Attention and an MLP, each added to the residual stream, with norms before or after."""
 
     def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
         self.config = config
         e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
         q, kv = config.num_heads * d, config.num_kv_heads * d
-        self.input_norm = RMSNorm(e, config.rms_norm_eps)
-        self.q = Matrix(q, e, bias=config.attention_bias, quantized=quantized)
-        self.k = Matrix(kv, e, bias=config.attention_bias, quantized=quantized)
-        self.v = Matrix(kv, e, bias=config.attention_bias, quantized=quantized)
-        self.o = Matrix(e, q, bias=config.attention_bias, quantized=quantized)
-        self.post_norm = RMSNorm(e, config.rms_norm_eps)
-        self.gate = Matrix(f, e, bias=config.mlp_bias, quantized=quantized)
-        self.up = Matrix(f, e, bias=config.mlp_bias, quantized=quantized)
-        self.down = Matrix(e, f, bias=config.mlp_bias, quantized=quantized)
+        matrix = partial(Matrix, quantized=quantized)
+        self.input_norm = make_norm(config, e) if config.pre_norms else None
+        self.q = matrix(q, e, bias=config.attention_bias)
+        self.k = matrix(kv, e, bias=config.attention_bias)
+        self.v = matrix(kv, e, bias=config.attention_bias)
+        sizes = {"none": None, "head": (d, d), "full": (q, kv)}[config.qk_norm]
+        self.q_norm = RMSNorm(sizes[0], config.rms_norm_eps) if sizes else None
+        self.k_norm = RMSNorm(sizes[1], config.rms_norm_eps) if sizes else None
+        self.o = matrix(e, q, bias=config.has_output_bias)
+        self.attention_out_norm = make_norm(config, e) if config.post_norms else None
+        self.post_norm = make_norm(config, e) if config.pre_norms else None
+        self.gate = matrix(f, e, bias=config.mlp_bias) if config.gated_mlp else None
+        self.up = matrix(f, e, bias=config.mlp_bias)
+        self.down = matrix(e, f, bias=config.mlp_bias)
+        self.mlp_out_norm = make_norm(config, e) if config.post_norms else None
 
     def __call__(
-        self, x: jax.Array, kv: Any, rotation: jax.Array, mix: Mix
+        self, x: jax.Array, kv: Any, rotation: jax.Array | None, mix: Mix
     ) -> tuple[jax.Array, Any]:
-        """``x f32[T, E]`` and the cache, after this layer; ``rotation`` from :func:`angles`."""
+        """``x f32[T, E]`` and the cache, after this layer; ``rotation`` as :mod:`.rope` has it."""
         mixed, kv = mix(*self.project(x, rotation, self.multiply), kv)
         return self.finish(x, mixed, self.multiply), kv
 
-    def project(self, x: jax.Array, rotation: jax.Array, multiply: Multiply) -> Projections:
+    def project(self, x: jax.Array, rotation: jax.Array | None, multiply: Multiply) -> Projections:
         """Queries ``f32[T, H, D]``, keys and values ``f32[T, G, D]`` of the tokens."""
         heads = (x.shape[0], -1, self.config.head_dim)
-        h = self.q.rounded(self.input_norm(x))
-        q, k, v = (y.reshape(heads) for y in multiply(("q", "k", "v"), h))
+        h = self.q.rounded(_normed(self.input_norm, x))
+        q, k, v = multiply(("q", "k", "v"), h)
+        if self.config.qk_norm == "full":
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        q, k, v = (y.reshape(heads) for y in (q, k, v))
+        if self.config.qk_norm == "head":
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         return rotate(q, rotation), rotate(k, rotation), v
 
     def finish(self, x: jax.Array, mixed: jax.Array, multiply: Multiply) -> jax.Array:
         """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave."""
         (out,) = multiply(("o",), self.o.rounded(mixed.reshape(x.shape[0], -1)))
-        x = x + out
-        gate, up = multiply(("gate", "up"), self.gate.rounded(self.post_norm(x)))
-        h = jax.nn.silu(gate) * up
+        x = x + _normed(self.attention_out_norm, out)
+        inputs = self.up.rounded(_normed(self.post_norm, x))
+        activate = _ACTIVATIONS[self.config.activation]
+        if self.gate is None:
+            (up,) = multiply(("up",), inputs)
+            h = activate(up)
+        else:
+            gate, up = multiply(("gate", "up"), inputs)
+            h = activate(gate) * up
         (out,) = multiply(("down",), self.down.rounded(h))
-        return x + out
+        return x + _normed(self.mlp_out_norm, out)
 
     def multiply(self, names: tuple[str, ...], inputs: Inputs) -> tuple[jax.Array, ...]:
         """A :data:`Multiply` with the weights of this module."""
@@ -235,20 +264,33 @@ class RMSNorm(nnx.Module):
         return x * lax.rsqrt(mean_square + jnp.float32(self.eps)) * self.weight[...]
 
 
-def angles(positions: jax.Array, config: ModelConfig) -> jax.Array:
-    """Cosines and sines of the rotary embedding, ``f32[2, T, D / 2]``, for ``i32[T]``.
+class LayerNorm(nnx.Module):
+    """Layer norm with a bias (Ba et al., 2016), in float32."""
 
-    Frequencies are worked out in float32, step by step as Hugging Face does, since at
-    position 8,000 one last bit of a frequency is a visible angle.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.float32(1) / np.power(np.float32(config.rope_theta), exponents)
-    theta = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
-    return jnp.stack([jnp.cos(theta), jnp.sin(theta)])
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.zeros((size,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``f32[T, E] -> f32[T, E]``"""
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        scaled = centred * lax.rsqrt(variance + jnp.float32(self.eps)) * self.weight[...]
+        return scaled + self.bias[...].astype(jnp.float32)
 
 
-def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) of ``x f32[T, heads, D]``: number i turns with i + D/2."""
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = rotation[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
+    """A norm of the kind that ``config`` has."""
+    return (LayerNorm if config.layer_norm else RMSNorm)(size, config.rms_norm_eps)
+
+
+def _normed(norm: RMSNorm | LayerNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import gguf
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelErro
 from oxidize_jax.checkpoints.gguf import config_from_gguf, open_gguf, rotary_row_map
 from oxidize_jax.checkpoints.gguf_header import read_gguf_header
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
+from oxidize_jax.model.config import RopeScaling
 
 # Written and read by the gguf package, with blocks of 32 values or none.
 SIMPLE_KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"]
@@ -160,28 +162,69 @@ def test_ld06_gguf_head_is_tied_exactly_when_output_is_absent(tmp_path, config):
     np.testing.assert_array_equal(loaded.params["lm_head.weight"], params["lm_head.weight"])
 
 
-def test_rope_factors_of_one_are_harmless_and_others_refused(tmp_path, config):
+def test_rope_factors_of_one_are_none_and_others_scale_the_frequencies(tmp_path, config):
     params = random_params(config)
     factors = np.ones(4, np.float32)
     fine = write_gguf(tmp_path / "1.gguf", config, params, extra={"rope_freqs.weight": factors})
     assert load_checkpoint(fine).config == config
     factors[3] = 8
     scaled = write_gguf(tmp_path / "8.gguf", config, params, extra={"rope_freqs.weight": factors})
-    with pytest.raises(UnsupportedModelError, match=r"'rope_freqs\.weight'"):
-        load_checkpoint(scaled)
+    scaling = RopeScaling("factors", factors=(1.0, 1.0, 1.0, 8.0))
+    assert load_checkpoint(scaled).config == dataclasses.replace(config, rope_scaling=scaling)
     info = describe_checkpoint(scaled)
-    assert not info.supported
-    assert "rope_freqs.weight" in info.reason
-    assert info.config is None
+    assert info.supported
+
+
+def test_rope_factors_that_are_none_are_refused(tmp_path, config):
+    for number, value in enumerate((0.0, np.nan, -1.0)):
+        factors = np.array([1, 1, 1, value], np.float32)
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(path, config, random_params(config), extra={"rope_freqs.weight": factors})
+        with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight'.*positive"):
+            load_checkpoint(path)
+        assert not describe_checkpoint(path).supported
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling"),
+    [
+        ({"type": "linear", "factor": 4.0}, RopeScaling("linear", factor=4.0)),
+        ({"type": "none", "factor": 0.0}, RopeScaling()),
+        ({"type": "yarn", "factor": 1.0}, RopeScaling()),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16},
+            RopeScaling(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                attention_factor=0.1 * math.log(4) + 1,
+            ),
+        ),
+    ],
+)
+def test_rope_scaling_by_its_keys(tmp_path, config, changes, scaling):
+    changes = {f"rope.scaling.{key}": value for key, value in changes.items()}
+    path = write_gguf(tmp_path / "m.gguf", config, random_params(config), changes=changes)
+    assert load_checkpoint(path).config == dataclasses.replace(config, rope_scaling=scaling)
+
+
+def test_a_window_is_that_of_all_layers(tmp_path, config):
+    def windows(window):
+        changes = {"attention.sliding_window": window}
+        path = tmp_path / f"{window}.gguf"
+        write_gguf(path, config, random_params(config), changes=changes)
+        return load_checkpoint(path).config.layer_windows
+
+    assert config.max_position_embeddings == 64
+    assert [windows(window) for window in (0, 9, 63, 64)] == [(), (9, 9), (63, 63), ()]
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"expert_count": 8}, r"llama\.expert_count=8"),
-        ({"rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type='yarn'"),
+        ({"rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type='su'"),
         ({"rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor=4\.0"),
-        ({"attention.sliding_window": 4096}, "sliding_window=4096"),
         ({"rope.dimension_count": 4}, r"rope\.dimension_count=4.*8"),
         ({"attention.value_length": 16}, r"attention\.value_length=16"),
     ],
@@ -195,7 +238,7 @@ def test_what_the_model_cannot_run_is_refused_by_name(tmp_path, config, changes,
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("general.architecture", "gemma3", "general.architecture='gemma3'.*'llama'"),
+        ("general.architecture", "mamba", "general.architecture='mamba'.*'llama'"),
         ("general.type", "adapter", "general.type='adapter'"),
         ("split.count", 3, "split.count=3.*merge"),
     ],

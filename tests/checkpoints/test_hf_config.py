@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 from write_checkpoints import hf_config
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
 from oxidize_jax.checkpoints.hf_config import config_from_hf, read_json_object
+from oxidize_jax.model.config import ModelConfig, RopeScaling
+from oxidize_jax.model.rope import layer_frequencies
+
+CONFIG = ModelConfig(97, 24, 40, 2, 4, 2, 8, max_position_embeddings=64)
 
 
 @pytest.mark.parametrize("transformers", [4, 5])
@@ -31,6 +36,74 @@ def test_absent_and_null_fields_take_the_defaults_of_llama_config(config):
     assert not read.mlp_bias
 
 
+def scaling(**rope) -> RopeScaling:
+    """Of a Llama with these ``rope_parameters`` and a context of 64."""
+    fields = hf_config(CONFIG) | {"rope_parameters": rope}
+    return config_from_hf(fields).rope_scaling
+
+
+def test_every_kind_of_rope_scaling_is_read():
+    assert scaling(rope_type="linear", factor=2) == RopeScaling("linear", factor=2.0)
+    assert scaling(type="dynamic", factor=2.5) == RopeScaling("dynamic", factor=2.5)
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0}
+    original = {"original_max_position_embeddings": 16}
+    assert scaling(rope_type="llama3", **llama3, **original) == RopeScaling(
+        "llama3", **llama3, **original
+    )
+    assert scaling(rope_type="yarn", factor=4.0) == RopeScaling(
+        "yarn",
+        factor=4.0,
+        attention_factor=0.1 * math.log(4) + 1,
+        original_max_position_embeddings=64,
+    )
+    yarn = scaling(rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.5, truncate=False)
+    assert yarn.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert not yarn.truncate
+    assert scaling(rope_type="yarn", factor=4.0, attention_factor=1.5).attention_factor == 1.5
+
+
+def test_ld05_the_attention_factor_of_a_longrope():
+    rope = {"rope_type": "su", "short_factor": [1.0] * 4, "long_factor": [4] * 4}
+    fields = hf_config(CONFIG) | {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 131_072,
+    }
+    read = config_from_hf(fields)
+    assert read.rope_scaling.attention_factor == pytest.approx(1.190238, abs=1e-6)
+    for length, first in ((4096, 1.0), (4097, 0.25)):
+        assert layer_frequencies(read, "global", length)[0][0] == first
+    with pytest.raises(CheckpointError, match="long_factor"):
+        config_from_hf(fields | {"rope_parameters": rope | {"long_factor": 4.0}})
+    with pytest.raises(CheckpointError, match="factor' is missing"):
+        scaling(rope_type="linear")
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (4, 4)),
+        ({"sliding_window": None}, ()),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, (0, 4)),
+        ({"sliding_window": 64}, ()),
+    ],
+)
+def test_ld08_a_window_may_be_null_and_layer_types_win(changes, windows):
+    fields = hf_config(CONFIG) | {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 4,
+    }
+    assert config_from_hf(fields | changes).layer_windows == windows
+    del fields["sliding_window"]
+    fields["max_position_embeddings"] = 32_768
+    assert config_from_hf(fields).layer_windows == (4096, 4096)
+    with pytest.raises(UnsupportedModelError, match="layer_types='chunked_attention'"):
+        config_from_hf(fields | {"layer_types": ["chunked_attention"] * 2})
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config_from_hf(fields | {"layer_types": ["full_attention"]})
+
+
 def test_rope_parameters_win_over_a_stale_rope_theta(config):
     assert config_from_hf(hf_config(config) | {"rope_theta": 7.0}).rope_theta == 50_000.0
 
@@ -38,13 +111,14 @@ def test_rope_parameters_win_over_a_stale_rope_theta(config):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "qwen2"}, "model_type='qwen2'.*'llama'"),
+        ({"model_type": "mamba"}, "model_type='mamba'.*'llama'"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
         ({"model_type": None}, "model_type=None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'.*'default'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 8.0}}, "'ntk'.*'default'"),
+        ({"rope_scaling": {"type": "mrope"}}, "'mrope'"),
+        ({"rope_scaling": {"mrope_section": [1, 1, 2]}}, r"rope_scaling\.mrope_section"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

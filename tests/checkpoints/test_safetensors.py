@@ -315,13 +315,13 @@ def test_folder_without_weights_or_config(tmp_path):
 
 
 def test_unsupported_model_is_described_and_not_loaded(tmp_path, config, params):
-    folder = write_hf_folder(tmp_path, config, params, changes={"model_type": "qwen3"})
+    folder = write_hf_folder(tmp_path, config, params, changes={"model_type": "mamba"})
     info = describe_checkpoint(folder)
-    assert (info.architecture, info.supported, info.config) == ("qwen3", False, None)
-    assert "model_type='qwen3'" in info.reason
+    assert (info.architecture, info.supported, info.config) == ("mamba", False, None)
+    assert "model_type='mamba'" in info.reason
     assert info.num_parameters == config.num_parameters
     assert info.context_length == 64
-    with pytest.raises(UnsupportedModelError, match=r"config\.json: model_type='qwen3'"):
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: model_type='mamba'"):
         load_checkpoint(folder)
 
 

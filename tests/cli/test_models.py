@@ -103,7 +103,7 @@ def test_model_that_cannot_be_run_is_described_with_the_reason(run, tmp_path):
     rows = table(out)
     assert status == 0
     assert rows["supported"].startswith("no: ")
-    assert "model_type='mamba' is not supported, only 'llama' is" in rows["supported"]
+    assert "model_type='mamba' is not supported, only 'llama', 'mistral'" in rows["supported"]
     assert rows["architecture"] == "mamba"
     assert "shape" not in rows
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oxidize_jax.model.config import RopeScaling
 from oxidize_jax.model.functional import build, forward
 from oxidize_jax.model.transformer import parameter_shapes
 
@@ -128,3 +129,37 @@ def test_gpu_build_keeps_bfloat16_as_it_is(kit):
     )
     assert leaves["layers.q.weight"].dtype == jnp.bfloat16
     assert decoder.init_kv(3, 4).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_norm": "rows"}, "qk_norm='rows'"),
+        ({"activation": "relu"}, "activation='relu'"),
+        ({"layer_windows": (4,)}, "layer_windows names 1 layers"),
+        ({"layer_windows": (4, 0, -1)}, "layer_windows"),
+        ({"layer_ropes": ("global", "local")}, "layer_ropes names 2 layers"),
+        ({"layer_ropes": ("global", "local", "rope")}, "'rope'"),
+        ({"rotary_dim": 3}, "rotary_dim=3"),
+        ({"rotary_dim": 10}, "rotary_dim=10"),
+        ({"rotary_dim": 0}, "rotary_dim=0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(kit, changes, named):
+    config = kit.configs["gqa_tied"]
+    assert (config.num_layers, config.head_dim) == (3, 8)
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(config, **changes)
+
+
+def test_rope_factors_must_be_as_many_as_pairs(kit):
+    with pytest.raises(ValueError, match="rope kind='ntk'"):
+        RopeScaling("ntk")
+    config = kit.configs["gqa_tied"]
+    four, three = (1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0)
+    for scaling in (
+        RopeScaling("factors", factors=three),
+        RopeScaling("longrope", factors=four, long_factors=three),
+    ):
+        with pytest.raises(ValueError, match=r"there are 3, .* there must be 4"):
+            dataclasses.replace(config, rope_scaling=scaling)
