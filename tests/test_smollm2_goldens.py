@@ -64,7 +64,7 @@ def test_all_cases_in_one_batch(smollm2_path, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("chunk", [16])
 def test_each_case_alone(smollm2_path, chunk):
     for output, case in zip(run_alone(make(smollm2_path, chunk)), CASES, strict=True):
         check(output, case)
@@ -83,15 +83,16 @@ def test_same_weights_from_safetensors(smollm2_path, tmp_path):
 @pytest.mark.slow
 def test_forks_preemption_aborts_and_a_spoilt_pool_change_no_token(smollm2_path):
     """A pool that holds a third of the load, full of NaN and in disorder."""
-    llm = make(smollm2_path, 64, num_blocks=40, check_invariants=True)
+    llm = make(smollm2_path, 64, num_blocks=30, check_invariants=True)
     spoil(llm.engine)
     for turn in range(2):  # the second time with hits
-        params = [dataclasses.replace(params_of(case), n=1 + i % 3) for i, case in enumerate(CASES)]
+        cases, texts = CASES[::2], list(prompts(llm))[::2]
+        params = [dataclasses.replace(params_of(case), n=1 + i % 3) for i, case in enumerate(cases)]
         streams = [llm.stream(text, params_of(CASES[0])) for text in ("A neighbour", "Another")]
         for stream in streams:
             next(stream)
             stream.close()
-        for output, case in zip(llm.generate(list(prompts(llm)), params), CASES, strict=True):
+        for output, case in zip(llm.generate(texts, params), cases, strict=True):
             for completion in output.outputs:
                 check(dataclasses.replace(output, outputs=(completion,)), case)
         totals = llm.engine.state.scheduler.totals
