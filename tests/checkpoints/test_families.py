@@ -165,6 +165,12 @@ def test_ld08_which_layers_of_a_qwen_have_a_window(changes, windows):
     assert config_from_hf(QWEN | changes).layer_windows == windows
 
 
+def test_ld09_the_scale_of_embeddings_is_not_rounded_to_bfloat16():
+    """Of Gemma 3 270M it is sqrt(640) = 25.298, in bfloat16 25.25."""
+    config = config_from_hf(MODELS["gemma3"] | {"hidden_size": 640, "num_attention_heads": 4})
+    assert config.embedding_scale == pytest.approx(25.298, abs=1e-3)
+
+
 def test_older_spellings_of_gemma_3():
     new = MODELS["gemma3"]
     old = {key: value for key, value in new.items() if key != "rope_parameters"}

@@ -163,3 +163,24 @@ def test_rope_factors_must_be_as_many_as_pairs(kit):
     ):
         with pytest.raises(ValueError, match=r"there are 3, .* there must be 4"):
             dataclasses.replace(config, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_layers_that_are_alike_make_the_program_of_a_llama(kit, platform):
+    """What might differ by layer costs a model nothing whose layers do not."""
+
+    def program(config):
+        decoder, leaves = build(
+            config, jax.eval_shape(lambda: kit.params(config)), platform=platform
+        )
+        kv = jax.eval_shape(lambda: decoder.init_kv(6, 4))
+        batch = kit.batch([kit.piece(0, [1], 0, [1, 2])], num_blocks=6, block_size=4, decodes=2)
+        return jax.jit(decoder.forward).lower(leaves, kv, batch).as_text()
+
+    plain = kit.configs["gqa_tied"]
+    alike = dataclasses.replace(plain, layer_windows=(0,) * 3, layer_ropes=("global",) * 3)
+    differ = dataclasses.replace(plain, layer_windows=(0, 4, 0))
+    assert program(plain) == program(alike)
+    assert program(plain) != program(differ)
+    one_window = dataclasses.replace(plain, layer_windows=(4,) * 3)
+    assert len(program(one_window)) < len(program(differ))

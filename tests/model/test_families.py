@@ -147,6 +147,32 @@ def test_every_feature_moves_the_logits_by_more_than_the_tolerance(name, tmp_pat
         assert np.abs(logits - golden.logits).max() > 5e-4, changes
 
 
+@pytest.mark.parametrize("longest", [16, 64])
+def test_ld05_a_sequence_that_grows_past_the_limit_keeps_its_factors(longest, tmp_path, kit):
+    """Of 16 tokens and fewer transformers takes the short factors, and so does an engine for
+    no longer ones; one for longer ones takes the long factors from the first token on."""
+    golden = read_golden("phi3_longrope_long")
+    loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
+    assert loaded.config.rope_scaling.original_max_position_embeddings == 16
+    model = Paged(kit, *build(loaded.config.for_sequences(longest), loaded.params))
+    end = min(18, longest)
+    logits, kv = model.step(model.kv(), 0, golden.token_ids[:14])
+    rows = [logits]
+    for position in range(14, end):
+        logits, kv = model.step(kv, position, golden.token_ids[position : position + 1])
+        rows.append(logits)
+    short, long = (
+        np.asarray(reference(loaded.config.for_sequences(n), loaded.params, golden.token_ids))
+        for n in (16, 17)
+    )
+    wanted, other = (short, long) if longest == 16 else (long, short)
+    np.testing.assert_allclose(np.concatenate(rows), wanted[:end], **TOLERANCE)
+    assert np.abs(wanted[:end] - other[:end]).max() > 1e-2
+    if longest > 16:
+        # What transformers gives for the whole sequence, its first tokens among them.
+        np.testing.assert_allclose(np.concatenate(rows), golden.logits[:end], **TOLERANCE)
+
+
 # The other families differ from these in nothing that depends on the type of the weights.
 LADDER = ["gemma2", "gpt2"]
 SLOW_LADDER = ["olmo2", "phi3_partial", "gemma3", "qwen3", "smollm3"]

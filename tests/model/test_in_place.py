@@ -53,6 +53,22 @@ def test_one_step(case):
     check_in_place(compile_donated(decoder.forward, leaves, kv, mixed), kv)
 
 
+def test_one_step_of_layers_that_differ(kit):
+    """Windows, rotations and lists of splits by layer, as Gemma 3 has them."""
+    config = dataclasses.replace(
+        kit.configs["gqa_tied"],
+        num_layers=4,
+        layer_windows=(64, 0, 64, 0),
+        layer_ropes=("local", "global", "local", "none"),
+        attention_softcap=30.0,
+    )
+    decoder, leaves = build(config, jax.eval_shape(lambda: kit.params(config)))
+    kv = jax.eval_shape(lambda: decoder.init_kv(B, K))
+    sizes = {"num_blocks": B, "block_size": K, "width": 40, "tile": 8, "seqs": 8}
+    mixed = kit.batch([kit.piece(0, [3], 0, [1] * 9)], **sizes, tokens=32, decodes=8, tiles=6)
+    check_in_place(compile_donated(decoder.forward, leaves, kv, mixed), kv)
+
+
 def test_a_loop_of_decode_steps(case):
     decoder, leaves, kv, decode, _ = case
 
