@@ -57,7 +57,7 @@ def run_alone(llm):
     return [llm.generate(prompt, params_of(case))[0] for prompt, case in pairs]
 
 
-@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(512)])
+@pytest.mark.parametrize("chunk", [64, 512])
 def test_all_cases_in_one_batch(smollm2_path, chunk):
     for output, case in zip(run_batch(make(smollm2_path, chunk)), CASES, strict=True):
         check(output, case)

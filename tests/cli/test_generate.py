@@ -293,7 +293,7 @@ def test_damaged_and_unknown_models_are_one_line_each(refused, tmp_path):
     assert "truncated" in refused("generate", "x", "--model", path)
     path.write_bytes(data.replace(b"llama", b"gemma"))
     message = refused("generate", "x", "--model", path)
-    assert "'gemma' is not supported, only 'llama' is" in message
+    assert "'gemma' is not supported, only 'llama'," in message
     path.write_bytes(b"hello")
     assert "m.gguf" in refused("generate", "x", "--model", path)
 
