@@ -3,13 +3,15 @@
     python benchmarks/structured.py --generations 500 --rows 64
 
 Generates JSON at temperature 1 by the schemas of ``data/schemas.json``, parses every finished
-text and validates it with ``jsonschema``. Then free texts are generated alone and beside
-structured ones, to see what these cost their neighbours. Prints a JSON object.
+text and validates it with ``jsonschema``. Then free texts are generated alone, beside
+other free ones and beside structured ones, to see what these cost their neighbours. Prints a
+JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -71,15 +73,22 @@ def validity(llm: LLM, count: int) -> dict:
 
 
 def neighbours(llm: LLM, rows: int) -> dict:
-    """Tokens a second of free texts, alone and with as many structured ones beside them."""
+    """Tokens a second of free texts: alone, with as many free ones more, and with structured ones
+    in the place of those."""
     half = rows // 2
     free = SamplingParams(temperature=1.0, seed=1, max_tokens=64, ignore_eos=True)
     result = {"free_rows": half, "structured_rows": half}
-    for beside in (0, half):
-        names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(beside)]
+    more = dataclasses.replace(free, max_tokens=MAX_TOKENS)
+    names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(half)]
+    neighbours = {
+        "alone": [],
+        "with_free": [more] * half,
+        "with_structured": [structured(name, i) for i, name in enumerate(names)],
+    }
+    for label, beside in neighbours.items():
         prompts = [f"Story number {i}:" for i in range(half)]
-        prompts += [prompt_for(llm, name) for name in names]
-        params = [free] * half + [structured(name, i) for i, name in enumerate(names)]
+        prompts += [prompt_for(llm, name) for name in names[: len(beside)]]
+        params = [free] * half + beside
         begin = time.perf_counter()
         groups = llm._groups(prompts, params)
         for group in groups:
@@ -89,7 +98,6 @@ def neighbours(llm: LLM, rows: int) -> dict:
         seconds = time.perf_counter() - begin
         for group in groups:
             llm._abandon(group)
-        label = "with_structured" if beside else "alone"
         result[f"free_tokens_per_s_{label}"] = round(64 * half / seconds, 1)
     return result
 
