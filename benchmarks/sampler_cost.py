@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from oxidize_jax.config import EngineConfig
-from oxidize_jax.engine.programs import _OPTIONS as COMPILER_OPTIONS
+from oxidize_jax.engine.programs import COMPILER_OPTIONS
 from oxidize_jax.sampling.edits import NO_TOKEN, Edits, Sequences
 from oxidize_jax.sampling.sampler import SamplingArrays, sample
 
