@@ -23,7 +23,7 @@ import numpy as np
 
 from oxidize_jax import LLM
 from oxidize_jax.engine.engine import Engine
-from oxidize_jax.engine.programs import _OPTIONS
+from oxidize_jax.engine.programs import COMPILER_OPTIONS
 from oxidize_jax.engine.request import EngineRequest
 
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536))
@@ -85,7 +85,7 @@ def _row(
     return np.asarray(_product(x, weight.astype(dtype), weight_first))[place].tobytes()
 
 
-@partial(jax.jit, static_argnums=2, compiler_options=_OPTIONS)
+@partial(jax.jit, static_argnums=2, compiler_options=COMPILER_OPTIONS)
 def _product(x: jax.Array, weight: jax.Array, weight_first: bool) -> jax.Array:
     """As ``Matrix.times`` has it."""
     left, right = (weight, x) if weight_first else (x, weight)

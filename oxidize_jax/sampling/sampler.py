@@ -221,10 +221,8 @@ def _alternatives(
         values, ids = lax.top_k(logits, present)
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
         logprobs = jnp.where(rows, values - normalizer[:, None], 0)
-        word = jnp.arange(logits.shape[1], dtype=jnp.int32)
-        equal = (logits == chosen[:, None]) & (word < tokens[:, None])
-        rank = 1 + jnp.sum((logits > chosen[:, None]) | equal, axis=-1, dtype=jnp.int32)
-        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs, jnp.where(wanted, rank, 0)
+        rank = jnp.where(wanted, _rank(logits, tokens, chosen), 0)
+        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs, rank
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
         shape = (logits.shape[0], size)
@@ -232,3 +230,19 @@ def _alternatives(
         return none, jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:1], jnp.int32)
 
     return lax.cond(jnp.any(wanted), find, skip) if size else skip()
+
+
+def _rank(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
+    """``i32[C]``: how likely each token is, 1 for the likeliest; among equals by id.
+
+    Counted in whole vectors: XLA:CPU adds up truth values one at a time (8 ms against 0.5 for 64
+    rows of 49,152).
+    """
+    best, last = chosen[:, None], tokens[:, None]
+    slices = _slices(logits)
+    lane = jnp.arange(slices[0].shape[1], dtype=jnp.int32)
+    before = jnp.zeros(slices[0].shape, jnp.int32)
+    for i, part in enumerate(slices):
+        equal = (part == best) & (lane + i * lane.size < last)
+        before = before + ((part > best) | equal).astype(jnp.int32)
+    return 1 + jnp.sum(before, axis=-1)
