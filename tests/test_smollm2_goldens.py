@@ -64,9 +64,8 @@ def test_all_cases_in_one_batch(smollm2_path, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [16])
-def test_each_case_alone(smollm2_path, chunk):
-    for output, case in zip(run_alone(make(smollm2_path, chunk)), CASES, strict=True):
+def test_each_case_alone(smollm2_path):
+    for output, case in zip(run_alone(make(smollm2_path, 16)), CASES, strict=True):
         check(output, case)
 
 

@@ -127,7 +127,6 @@ class ModelConfig:
                 f"rotary_dim={self.rotated_dim}: must be even, and at most head_dim="
                 f"{self.head_dim}."
             )
-
         self._check_rope_factors()
 
     def _check_rope_factors(self) -> None:

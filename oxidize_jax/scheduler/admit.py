@@ -209,7 +209,7 @@ def _enter(
     cached = jnp.where(admitted, cached, 0)
     held = -(-(cached + chunk) // k)
     growth = jnp.where(admitted, held - found.num_blocks, 0)
-    size = min(-(-config.max_num_batched_tokens // k) + 1, config.num_blocks)
+    size = min(-(-config.token_budget // k) + 1, config.num_blocks)
     pool, fresh, _ = block_pool.allocate(block_pool.share(state.pool, hits), growth, size)
     column = jnp.arange(size, dtype=jnp.int32)
     place = jnp.where(column < growth, found.num_blocks + column, config.blocks_per_seq)

@@ -142,7 +142,7 @@ def _take_blocks(
     Blocks for both come of one allocation, those for the copies first.
     """
     rows, no_block = state.rows, config.num_blocks
-    budget_blocks = -(-config.max_num_batched_tokens // config.block_size)
+    budget_blocks = -(-config.token_budget // config.block_size)
     size = min(2 * config.max_num_seqs + budget_blocks, no_block)
     num_copies = jnp.sum(shared < no_block, dtype=jnp.int32)
     ends = num_copies + prefix_sum(growth)

@@ -207,11 +207,13 @@ def test_what_a_family_does_not_have_is_refused_by_name(name, changes, named):
         config_from_hf(MODELS[name] | changes)
 
 
-def test_olmo_3_is_not_taken_for_olmo_2(tmp_path):
-    golden = read_golden("olmo2")
+@pytest.mark.parametrize("name", ["olmo2", "qwen3"])
+def test_a_window_that_a_family_does_not_have_in_a_gguf_is_refused(tmp_path, name):
+    """With one an OLMo 2 is an OLMo 3, for instance."""
+    golden = read_golden(name)
     path = write_family_gguf(tmp_path / "m.gguf", golden.fields, golden.tensors)
     header = read_gguf_header(path)
-    window = header.metadata | {"olmo2.attention.sliding_window": 9}
+    window = header.metadata | {f"{name}.attention.sliding_window": 9}
     with pytest.raises(CheckpointError, match="sliding_window=9"):
         config_from_gguf(dataclasses.replace(header, metadata=window))
 
@@ -231,12 +233,3 @@ def test_a_window_pattern_in_a_gguf_wins(tmp_path):
     assert listed.layer_ropes == ("local", *["global"] * 5, "local")
     with pytest.raises(CheckpointError, match="names 2 layers"):
         config([True, False])
-
-
-def test_a_window_that_a_family_does_not_have_in_a_gguf_is_refused(tmp_path):
-    golden = read_golden("qwen3")
-    path = write_family_gguf(tmp_path / "m.gguf", golden.fields, golden.tensors)
-    header = read_gguf_header(path)
-    window = header.metadata | {"qwen3.attention.sliding_window": 9}
-    with pytest.raises(CheckpointError, match="sliding_window=9"):
-        config_from_gguf(dataclasses.replace(header, metadata=window))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ max_num_batched_tokens = 32
 block_size = 4
 max_logprobs = 3
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive():
+    """A shell starts what it runs in the background with interrupts ignored, and that is
+    inherited: the processes that tests start and interrupt would go on."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
