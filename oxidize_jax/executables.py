@@ -38,7 +38,7 @@ _KEPT = 32
 
 
 _enabled = False
-_hits = threading.local()
+_counts = threading.local()
 
 
 def enable_executables() -> None:
@@ -47,17 +47,23 @@ def enable_executables() -> None:
     _enabled = True
 
 
-def hits() -> int:
-    """Programs that JAX took from its disk cache in this thread."""
-    return getattr(_hits, "count", 0)
+def compiles() -> int:
+    """Programs that XLA compiled for this thread, taken from no cache."""
+    return getattr(_counts, "programs", 0) - getattr(_counts, "hits", 0)
 
 
-def _listen(event: str, **_: object) -> None:
+def _count_hits(event: str, **_: object) -> None:
     if event == HIT_EVENT:
-        _hits.count = hits() + 1
+        _counts.hits = getattr(_counts, "hits", 0) + 1
 
 
-jax.monitoring.register_event_listener(_listen)
+def _count_programs(event: str, _seconds: float, **_: object) -> None:
+    if event == COMPILE_EVENT:
+        _counts.programs = getattr(_counts, "programs", 0) + 1
+
+
+jax.monitoring.register_event_listener(_count_hits)
+jax.monitoring.register_event_duration_secs_listener(_count_programs)
 
 
 class StoredExecutable:
@@ -108,12 +114,21 @@ class StoredExecutable:
         jax.monitoring.record_event_duration_secs(COMPILE_EVENT, time.time() - begun)
         return loaded
 
-    def store(self, compiled: jax.stages.Compiled) -> None:
-        """Keep ``compiled``, or do nothing where that cannot be.
+    def compile_and_store(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile ``lowered``, and keep the executable if the compiler has made it just now.
 
-        It must come from the compiler and must not have run: what XLA:CPU serialises of an
-        executable that it has read from a cache lacks some of its functions (see :func:`hits`).
+        What XLA:CPU serialises of an executable that JAX took from its cache on disk lacks some
+        of its functions. JAX hands the same one out again without a word to whoever compiles
+        the program a second time, so that nothing was taken from there is not enough.
         """
+        before = compiles()
+        compiled = lowered.compile()
+        if compiles() > before:
+            self._store(compiled)
+        return compiled
+
+    def _store(self, compiled: jax.stages.Compiled) -> None:
+        """Keep ``compiled``, or do nothing where that cannot be."""
         if self._path is None:
             return
         try:

@@ -1,6 +1,7 @@
 """Executables on disk: found by what they were compiled for, and by nothing else."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 from functools import partial
@@ -36,7 +37,6 @@ def folder(tmp_path, monkeypatch):
     reset_cache()
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
 def scaled(factor, pair, offset):
     return {"sum": pair["a"] * np.float32(factor) + offset}
 
@@ -48,13 +48,19 @@ def stored(static=(2,), arguments=(PAIR, SHAPE), result=None):
     return StoredExecutable("scaled", static, arguments, result or {"sum": SHAPE})
 
 
-def compiled(factor=2):
-    return scaled.lower(factor, PAIR, SHAPE).compile()
+def lowered(factor=2):
+    """Of a function of its own, hence of a program that this process has not compiled."""
+    program = partial(scaled, factor)
+    return jax.jit(program, donate_argnums=0).lower(PAIR, SHAPE)
+
+
+def store(entry, factor=2):
+    entry.compile_and_store(lowered(factor))
 
 
 def test_what_one_process_stores_another_calls(folder):
     assert stored().load() is None
-    stored().store(compiled())
+    store(stored())
     pair = {"a": jax.numpy.asarray(ONES) + np.float32(1)}
     loaded = stored().load()
     assert loaded is not None
@@ -68,16 +74,16 @@ def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
     monkeypatch.setattr(executables, "_KEPT", 2)
     for second, factor in enumerate((2, 3)):
         entry = stored(static=(factor,))
-        entry.store(compiled(factor))
+        store(entry, factor)
         os.utime(entry._path, (second, second))
     assert stored(static=(2,)).load() is not None  # used now
-    stored(static=(4,)).store(compiled(4))
+    store(stored(static=(4,)), 4)
     assert [stored(static=(n,)).load() is not None for n in (2, 3, 4)] == [True, False, True]
 
 
 def test_a_load_counts_as_a_program_from_the_disk_cache(folder):
     events = []
-    stored().store(compiled())
+    store(stored())
 
     def listen(event, *_, **__):
         events.append(event)
@@ -91,7 +97,7 @@ def test_a_load_counts_as_a_program_from_the_disk_cache(folder):
 
 
 def test_whatever_else_it_is_asked_for_is_not_there(folder, monkeypatch):
-    stored().store(compiled())
+    store(stored())
     longer = jax.ShapeDtypeStruct((4,), np.float32)
     whole = jax.ShapeDtypeStruct((3,), np.int32)
     assert stored(static=(3,)).load() is None
@@ -123,11 +129,11 @@ def test_the_sources_of_the_package_are_part_of_the_name(monkeypatch):
 
 @pytest.mark.parametrize("content", [b"", b"\x78garbage", "half"])
 def test_a_damaged_file_is_as_good_as_none(folder, content):
-    stored().store(compiled())
+    store(stored())
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:500] if content == "half" else content)
     assert stored().load() is None
-    stored().store(compiled())
+    store(stored())
     assert stored().load() is not None
     assert list(folder.iterdir()) == [path]
     stored().discard()
@@ -137,7 +143,7 @@ def test_a_damaged_file_is_as_good_as_none(folder, content):
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):
     folder.write_text("a file where the folder should be")
-    stored().store(compiled())
+    store(stored())
     assert stored().load() is None
 
 
@@ -148,15 +154,15 @@ class Opaque:
 
 def test_nothing_is_kept_of_what_is_not_known_or_has_its_own_device(folder):
     for opaque in (object(), Opaque(object())):
-        stored(static=(opaque,)).store(compiled())
+        store(stored(static=(opaque,)))
     array = jax.device_put(ONES, jax.devices()[0])
-    stored(arguments=(PAIR, array)).store(compiled())
+    store(stored(arguments=(PAIR, array)))
     assert not folder.exists()
 
 
 def test_without_the_cache_nothing_is_kept(folder):
     jax.config.update("jax_compilation_cache_dir", None)
-    stored().store(compiled())
+    store(stored())
     assert stored().load() is None
     assert not folder.exists()
 
@@ -164,16 +170,56 @@ def test_without_the_cache_nothing_is_kept(folder):
 def test_nothing_is_kept_unless_it_is_switched_on(folder, monkeypatch):
     """A notebook may have changed functions of the package."""
     monkeypatch.setattr(executables, "_enabled", False)
-    stored().store(compiled())
+    store(stored())
     assert not folder.exists()
     executables.enable_executables()
-    stored().store(compiled())
+    store(stored())
     assert stored().load() is not None
 
 
-def test_hits_are_counted_by_thread():
-    before = executables.hits()
+def test_nothing_is_kept_of_an_executable_from_the_disk_cache(folder):
+    """What is serialised of it lacks functions: the next process would fail when it calls them.
+
+    JAX gives the same executable to whoever compiles the program again, and counts nothing.
+    """
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+    with disk_cache_of_everything():
+        lowered().compile()  # as another process might have left it
+        program, before = lowered(), executables.compiles()
+        for _ in range(2):
+            stored().compile_and_store(program)
+    assert executables.compiles() == before
+    assert not folder.exists()
+
+
+def test_nothing_is_kept_of_an_executable_that_is_there_already(folder):
+    program = lowered()
+    compiled = program.compile()
+    assert stored().compile_and_store(program).runtime_executable() is compiled.runtime_executable()
+    assert not folder.exists()
+
+
+@contextlib.contextmanager
+def disk_cache_of_everything():
+    names = (
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    for name in names:
+        jax.config.update(name, 0)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_that_are_compiled_are_counted_by_thread():
+    before = executables.compiles()
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 1.0)
+    assert executables.compiles() == before + 1
     jax.monitoring.record_event(HIT_EVENT)
-    assert executables.hits() == before + 1
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 1.0)
+    assert executables.compiles() == before + 1
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(executables.hits).result() == 0
+        assert pool.submit(executables.compiles).result() == 0

@@ -22,7 +22,7 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.step import Model, Params, init_state
 from oxidize_jax.engine.trace import Fork, Submit, new_fork, new_request, pad_masks
-from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable, hits
+from oxidize_jax.executables import COMPILE_EVENT, StoredExecutable
 
 _THREADS = 2
 
@@ -147,8 +147,4 @@ def _prepare_run(
     if (loaded := stored.load()) is not None:
         programs.adopt_run(config, model, loaded, stored.discard)
         return loaded
-    before = hits()
-    compiled = programs.traced_run.lower(config, model, params, state, limit).compile()
-    if hits() == before:
-        stored.store(compiled)
-    return compiled
+    return stored.compile_and_store(programs.traced_run.lower(config, model, params, state, limit))

@@ -223,20 +223,6 @@ def test_an_executable_that_fails_is_used_once(engine, no_adopted):
     assert tokens(run(engine)[again]) == solo([1, 2], 5)[2:]
 
 
-def test_what_jax_took_from_its_own_cache_is_not_stored(cache, no_adopted, monkeypatch):
-    """XLA:CPU would write it without some of its functions."""
-    monkeypatch.setattr(FakeModel, "__module__", "oxidize_jax.model.fake")
-
-    class Taken:
-        def lower(self, *_):
-            jax.monitoring.record_event(executables.HIT_EVENT)
-            return quick_jit(lambda x: x).lower(1)
-
-    monkeypatch.setattr(programs, "traced_run", Taken())
-    warm_up()
-    assert not cache.exists()
-
-
 def test_every_array_of_the_state_is_its_own(engine):
     assert_clean_of(engine)
     leaves = jax.tree.leaves(programs.start(OWN, FakeModel(), np.uint32(5)))
