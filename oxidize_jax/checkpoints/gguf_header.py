@@ -185,8 +185,11 @@ class _Reader:
     def bytes(self, count: int, what: str) -> bytes:
         if count > self.size - self.position:
             raise self._truncated(what)
+        raw = self._file.read(count)
+        if len(raw) < count:  # it has become shorter meanwhile
+            raise self._truncated(what)
         self.position += count
-        return self._file.read(count)
+        return raw
 
     def scalar(self, kind: struct.Struct, what: str) -> Any:
         return kind.unpack(self.bytes(kind.size, what))[0]

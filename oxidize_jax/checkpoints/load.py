@@ -124,8 +124,11 @@ def describe_checkpoint(path: str | Path) -> CheckpointInfo:
 
 def _open(path: Path) -> OpenCheckpoint:
     path = path.expanduser()
-    if path.is_dir():
-        return open_safetensors(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file or folder.")
-    return open_gguf(path)
+    try:
+        if path.is_dir():
+            return open_safetensors(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no such file or folder.")
+        return open_gguf(path)
+    except OSError as error:  # a file that may not be read, or that goes away meanwhile
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}.") from None
