@@ -26,7 +26,7 @@ LAYERS = [
     {"outputs", "options", "prompts"},
     {"score_outputs"},
     {"beam_search", "completion", "startup"},
-    {"llm_runs", "llm_scores"},
+    {"llm_runs", "llm_saves", "llm_scores"},
     {"llm"},
     {"bench"},
     {"cli"},

@@ -98,6 +98,5 @@ def _check_ids(key: str, raw: Mapping[str, Any], source: str) -> None:
             )
         if isinstance(size, int) and 0 < size <= token_id:
             raise CheckpointError(
-                f"{source}: {key}={short_repr(value)} is outside the vocabulary: "
-                f"vocab_size={size}."
+                f"{source}: {key}={short_repr(value)} is outside the vocabulary: vocab_size={size}."
             )
