@@ -115,9 +115,9 @@ def _check_numbers(header: GGUFHeader, architecture: str) -> None:
     """Refuse a number of the model that is beyond float32, in which it is used."""
     largest = float(np.finfo(np.float32).max)
     for key, value in header.metadata.items():
-        if key.startswith(f"{architecture}.") and isinstance(value, float):
-            if largest < abs(value) < math.inf:
-                raise CheckpointError(f"{header.path}: {key}={value!r}: must fit float32.")
+        ours = key.startswith(f"{architecture}.") and isinstance(value, float)
+        if ours and largest < abs(value) < math.inf:
+            raise CheckpointError(f"{header.path}: {key}={value!r}: must fit float32.")
 
 
 def rotary_row_map(num_heads: int, head_dim: int) -> np.ndarray:

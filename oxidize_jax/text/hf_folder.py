@@ -90,11 +90,13 @@ def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
 def _extra_special(content: dict[str, Any]) -> list[str]:
     """The special tokens of a file that have no name of their own."""
     extra = content.get("additional_special_tokens") or content.get("extra_special_tokens") or []
-    values = list(extra.values() if isinstance(extra, dict) else extra)
-    tokens = [token["content"] if _is_token_object(token) else token for token in values]
-    if not all(isinstance(token, str) for token in tokens):
+    values = list(extra.values()) if isinstance(extra, dict) else extra
+    listed = values if isinstance(values, list) else [values]
+    tokens = [token["content"] if _is_token_object(token) else token for token in listed]
+    if values is not listed or not all(isinstance(token, str) for token in tokens):
         raise ValueError(
-            f"additional_special_tokens={reprlib.repr(extra)}: must be a list of tokens."
+            f"tokenizer_config.json or special_tokens_map.json: additional_special_tokens="
+            f"{reprlib.repr(extra)}: must be a list of tokens."
         )
     return tokens
 
@@ -113,7 +115,8 @@ def _add_declared_tokens(
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = settings.get("added_tokens_decoder") or {}
     if not isinstance(declared, dict) or not all(
-        key.isdecimal() and _is_token_object(fields) for key, fields in declared.items()
+        key.isdecimal() and len(key) < 20 and _is_token_object(fields)
+        for key, fields in declared.items()
     ):
         raise ValueError(
             f"tokenizer_config.json: added_tokens_decoder={reprlib.repr(declared)}: must be an "
