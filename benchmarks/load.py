@@ -94,7 +94,7 @@ def main() -> int:
         memory = statistics.median(result["memory"] for result in results)
         print(f"{name:<24} {seconds:7.2f} s {memory:7.2f} x parameters")
     if args.json:
-        record = {"environment": environment.environment(), "runs": runs}
+        record = {"environment": environment.describe(), "runs": runs}
         args.json.write_text(json.dumps(record, indent=1))
     return 0
 

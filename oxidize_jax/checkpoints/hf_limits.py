@@ -28,10 +28,15 @@ def check_limits(raw: Mapping[str, Any], source: str) -> None:
     for path, value in _walk(raw):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise CheckpointError(f"{source}: {path}={short_repr(value)}: must be below 2**63.")
-    layers = raw.get("num_hidden_layers", raw.get("n_layer"))
-    if isinstance(layers, int) and layers > MAX_LAYERS:
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = raw.get(key)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise CheckpointError(f"{source}: {key}={layers}: must be at most {MAX_LAYERS}.")
+    flags = raw.get("no_rope_layers")
+    if isinstance(flags, list) and any(isinstance(flag, list | dict) for flag in flags):
         raise CheckpointError(
-            f"{source}: num_hidden_layers={layers}: must be at most {MAX_LAYERS}."
+            f"{source}: no_rope_layers={short_repr(flags)}: must be a list with 0 or 1 for each "
+            "layer."
         )
     for path, rope in _ropes(raw, source):
         _check_rope(path, rope, raw, source)
@@ -96,7 +101,7 @@ def _check_ids(key: str, raw: Mapping[str, Any], source: str) -> None:
                 f"{source}: {key}={short_repr(value)}: must be an id of 0 or more, or a list of "
                 "them."
             )
-        if isinstance(size, int) and 0 < size <= token_id:
+        if type(size) is int and 0 < size <= token_id:
             raise CheckpointError(
                 f"{source}: {key}={short_repr(value)} is outside the vocabulary: vocab_size={size}."
             )

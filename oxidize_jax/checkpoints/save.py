@@ -61,7 +61,7 @@ def save_model(
     Raises :class:`CheckpointError` if the folder is not empty or cannot be written, and
     ``ImportError`` if Orbax is not installed.
     """
-    orbax = _import_orbax()
+    orbax = import_orbax()
     target = check_folder(folder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +88,11 @@ def check_folder(folder: str | Path) -> Path:
         empty = target.is_dir() and not any(target.iterdir())
         taken = os.path.lexists(target) and not empty
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"folder={short_repr(folder, 200)}: {error}.") from None
+        raise CheckpointError(f"folder={short_repr(str(folder), 200)}: {error}.") from None
     if taken:
         raise CheckpointError(
-            f"folder={short_repr(folder, 200)}: is there already; name a new one, or delete it "
-            "first."
+            f"folder={short_repr(str(folder), 200)}: is there already; name a new one, or "
+            "delete it first."
         )
     return target
 
@@ -170,7 +170,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _import_orbax() -> Any:
+def import_orbax() -> Any:
+    """``orbax.checkpoint``, or ImportError saying what to install."""
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:

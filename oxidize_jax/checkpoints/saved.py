@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: damaged: its checksum is another; save the model again.")
     try:
         manifest = _parse(folder, content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: written by a version of oxidize_jax that this one cannot read "
             f"({error}); save the model again."

@@ -45,11 +45,13 @@ def run_save(args: argparse.Namespace) -> int:
 
     from oxidize_jax.checkpoints.load import load_checkpoint
     from oxidize_jax.checkpoints.resolve import resolve_model
-    from oxidize_jax.checkpoints.save import check_folder, save_model
+    from oxidize_jax.checkpoints.save import check_folder, import_orbax, save_model
     from oxidize_jax.options import Options, weight_dtype
     from oxidize_jax.startup import find_tokenizer, load_tokenizer, with_saved_dtype
 
+    # Before minutes of loading.
     check_folder(args.folder)
+    import_orbax()
     options = Options(model=args.model, dtype=args.dtype, tokenizer=args.tokenizer)
     options = with_saved_dtype(options)
     status = Status()

@@ -1,5 +1,7 @@
 """LLM.save, and an LLM made of what it wrote."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -22,7 +24,9 @@ def test_what_was_saved_gives_the_same_tokens_and_logprobs(llm, restored):
     assert restored.options.dtype == "float32"
     assert restored.model_config == llm.model_config
     assert restored.tokenizer.eos_token_ids == llm.tokenizer.eos_token_ids
-    assert restored.generate(["abc", "x y"], PARAMS) == llm.generate(["abc", "x y"], PARAMS)
+    expected = llm.generate(["abc", "x y"], PARAMS)
+    for ours, theirs in zip(restored.generate(["abc", "x y"], PARAMS), expected, strict=True):
+        assert ours.outputs == theirs.outputs
     talk = [{"role": "user", "content": "hello"}]
     assert restored.chat_prompt(talk) == llm.chat_prompt(talk)
 
@@ -32,7 +36,7 @@ def test_what_was_restored_is_saved_again_as_it_is(llm, restored, tmp_path):
     names = sorted(str(p.relative_to(first)) for p in first.rglob("*") if p.is_file())
     assert names == sorted(str(p.relative_to(second)) for p in second.rglob("*") if p.is_file())
     for name in names:
-        if not name.endswith("_CHECKPOINT_METADATA"):  # it has the time
+        if Path(name).parent.name != "params":  # Orbax writes down when and where
             assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
