@@ -39,7 +39,7 @@ def check_limits(raw: Mapping[str, Any], source: str) -> None:
             "layer."
         )
     for path, rope in _ropes(raw, source):
-        _check_rope(path, rope, raw, source)
+        _check_rope(path, rope, source)
     for key in ("bos_token_id", "eos_token_id"):
         _check_ids(key, raw, source)
 
@@ -78,7 +78,7 @@ def _ropes(raw: Mapping[str, Any], source: str) -> Iterator[tuple[str, Mapping[s
             yield f"{key}.{name}.", section
 
 
-def _check_rope(path: str, rope: Mapping[str, Any], raw: Mapping[str, Any], source: str) -> None:
+def _check_rope(path: str, rope: Mapping[str, Any], source: str) -> None:
     partial = rope.get("partial_rotary_factor")
     if isinstance(partial, int | float) and partial > 1:
         raise CheckpointError(

@@ -146,7 +146,7 @@ def _write_params(orbax: Any, folder: Path, arrays: dict[str, np.ndarray]) -> No
         use_ocdbt=False,
         use_zarr3=False,
         use_compression=False,
-        save_concurrent_gb=1 + largest // _GB,
+        save_concurrent_gb=2 * (1 + largest // _GB),
     )
     # It warns of hosts that are not there.
     log = logging.getLogger("absl")
