@@ -69,7 +69,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=400, deadline=2000)
+@settings(max_examples=150, deadline=2000)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     changes=st.dictionaries(st.sampled_from(KEYS), SCALARS | NESTED | ROPES, max_size=3),
@@ -151,7 +151,7 @@ GGUF_KEYS += ["final_logit_softcapping", "rope.dimension_count", "rope.freq_base
 
 
 @settings(
-    max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_value_of_a_gguf_is_read_or_refused_in_a_line(headers, data):
@@ -320,9 +320,8 @@ def test_absurd_shapes_take_no_memory(folder, shape, named):
 
 def test_names_of_any_length_and_alphabet_are_one_short_line(folder):
     for name in ("x" * 10**6, "a\nb", "\ud800", "\0"):
-        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-        _put(folder, json.dumps({name: entry}).encode(), bytes(4))
-        with pytest.raises(CheckpointError, match=r"missing|in the file") as caught:
+        _put(folder, json.dumps({name: 1}).encode())
+        with pytest.raises(CheckpointError, match="is malformed") as caught:
             load_checkpoint(folder)
         _assert_one_line(caught.value, str(folder))
         str(caught.value).encode("utf-8", "replace")
@@ -336,7 +335,7 @@ def test_a_config_of_very_many_bytes_is_not_read(tmp_path, monkeypatch):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_tensor_less_more_or_otherwise_is_named(folder, data):
