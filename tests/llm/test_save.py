@@ -46,7 +46,7 @@ def test_weights_are_saved_as_a_loader_makes_them(make_llm, tiny_path, tmp_path,
     llm = make_llm(dtype=dtype)
     folder = llm.save(tmp_path / "m")
     saved, loaded = load_checkpoint(folder, dtype).params, load_checkpoint(tiny_path, dtype).params
-    assert list(saved) == list(loaded)
+    assert set(saved) == set(loaded)
     for name, values in loaded.items():
         np.testing.assert_array_equal(np.asarray(saved[name]), np.asarray(values), strict=True)
 
