@@ -17,6 +17,7 @@ from oxidize_jax.engine.constraint import Grammar
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.llm_saves import Saves
 from oxidize_jax.llm_scores import Scores
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
@@ -36,17 +37,17 @@ from oxidize_jax.runner import Runner
 from oxidize_jax.sampling.beam_params import BeamSearchParams
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.startup import start
+from oxidize_jax.startup import start, with_saved_dtype
 from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
-class LLM(Scores):
+class LLM(Scores, Saves):
     """A model with its tokenizer and an engine to run it.
 
     Args:
       model: a built-in name (``smollm2-135m-instruct``), a Hugging Face folder or repo id,
-        or a ``.gguf`` file.
+        a ``.gguf`` file, or a folder that :meth:`save` made.
       compile_cache: keep compiled programs on disk, so that the next start is fast. A cache
         that JAX is configured with already is left as it is.
       progress: bars while a model loads and while prompts take longer than a second.
@@ -71,7 +72,7 @@ class LLM(Scores):
         warm_up: bool = True,
         **options: Any,
     ) -> None:
-        chosen = _options({**options, "model": model})
+        chosen = with_saved_dtype(_options({**options, "model": model}))
         if compile_cache:
             enable_compile_cache()
         recorder = _recorder(chosen)

@@ -27,7 +27,7 @@ LAYERS = [
     {"outputs", "options", "prompts"},
     {"score_outputs"},
     {"beam_search", "completion", "startup"},
-    {"runner", "llm_scores"},
+    {"runner", "llm_saves", "llm_scores"},
     {"llm"},
     {"bench"},
     {"cli"},

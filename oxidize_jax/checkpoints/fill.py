@@ -124,12 +124,12 @@ def parameter_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of all parameters in ``dtype``, with norms in f32 as the loader makes them."""
     target = np.dtype(dtype)
     return sum(
-        int(np.prod(shape)) * _stored_dtype(name, target).itemsize
+        int(np.prod(shape)) * stored_dtype(name, target).itemsize
         for name, shape in parameter_shapes(config, quantized=target == np.int8).items()
     )
 
 
-def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
+def stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Type of the parameter ``name`` where weights are ``dtype``."""
     is_float32 = name.endswith("norm.weight") or (dtype == np.int8 and not is_matrix(name))
     return np.dtype(np.float32) if is_float32 else dtype
@@ -180,7 +180,8 @@ def _listed(names: list[str], limit: int = 3) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that XLA:CPU takes without a copy."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -191,10 +192,10 @@ class _Parameter:
     """A parameter while it is filled: one array, or int8 rows and their scales."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        target = _stored_dtype(name, dtype)
-        self.arrays = {name: _aligned_empty(shape, target)}
+        target = stored_dtype(name, dtype)
+        self.arrays = {name: aligned_empty(shape, target)}
         if target == np.int8:
-            self.arrays[scale_name(name)] = _aligned_empty(shape[:-1], np.dtype(np.float32))
+            self.arrays[scale_name(name)] = aligned_empty(shape[:-1], np.dtype(np.float32))
         self._stacked = name.startswith("layers.")
 
     def layer(self, index: int) -> list[np.ndarray]:
