@@ -181,7 +181,7 @@ def test_chat_template_and_names_come_from_the_file(byte_level_metadata):
     [
         ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported"),
         ({"model": None}, "tokenizer.ggml.model=None is not supported"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported"),
+        ({"pre": "mpt"}, "tokenizer.ggml.pre='mpt' is not supported"),
         ({"add_space_prefix": True}, "add_space_prefix=true with pre='gpt-2' is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
