@@ -70,7 +70,8 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
     Control and unknown tokens (types 3, 2) are special; user-defined ones (4) are matched
     in a text like them but are text when decoded. Unused ids (5: padding that a converter
     put in) are no tokens: nothing encodes to them and they decode to nothing. GGUF does
-    not keep ``lstrip``/``rstrip`` of a token, so none strips the text beside it.
+    not keep ``lstrip``/``rstrip`` of a token, so none strips the text beside it, but for
+    Phi-3's marks of turns, which are known to take the blanks behind them.
     """
     metadata = source if isinstance(source, Mapping) else _read_metadata(Path(source))
     template = metadata.get("tokenizer.chat_template")
@@ -87,7 +88,8 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
             f"tokenizer.ggml.model={reprlib.repr(kind)} is not supported: only 'gpt2' "
             "(byte-level BPE) and 'llama' (SentencePiece) are."
         )
-    _add_matched_tokens(backend, vocab)
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_matched_tokens(backend, vocab, _PHI3_KEEPS_BLANKS if is_phi3 else None)
     _add_sequence_ends(backend, vocab, adds_bos)
     return make_tokenizer(
         backend,
@@ -311,15 +313,32 @@ def _bpe(
         ) from None
 
 
-def _add_matched_tokens(backend: tokenizers.Tokenizer, vocab: _Vocabulary) -> None:
-    """Makes the tokens that are found in a text before it is cut into words."""
+_PHI3_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Matched tokens without ``rstrip`` in the tokenizer.json of Phi-3 and 3.5; all others have it."""
+
+
+def _add_matched_tokens(
+    backend: tokenizers.Tokenizer, vocab: _Vocabulary, keep_blanks: frozenset[str] | None
+) -> None:
+    """Makes the tokens that are found in a text before it is cut into words.
+
+    They take the blanks behind them where they are not among ``keep_blanks``; None keeps all.
+    """
+
+    def matched(tokens: Iterable[str], special: bool) -> list[tokenizers.AddedToken]:
+        return [
+            tokenizers.AddedToken(
+                token,
+                special=special,
+                normalized=False,
+                rstrip=keep_blanks is not None and token not in keep_blanks,
+            )
+            for token in tokens
+        ]
+
     special = vocab.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-    backend.add_special_tokens(_matched(special, special_token=True))
-    backend.add_tokens(_matched(vocab.of_type(TokenType.USER_DEFINED), special_token=False))
-
-
-def _matched(tokens: Iterable[str], special_token: bool) -> list[tokenizers.AddedToken]:
-    return [tokenizers.AddedToken(t, special=special_token, normalized=False) for t in tokens]
+    backend.add_special_tokens(matched(special, special=True))
+    backend.add_tokens(matched(vocab.of_type(TokenType.USER_DEFINED), special=False))
 
 
 def _add_sequence_ends(backend: tokenizers.Tokenizer, vocab: _Vocabulary, adds_bos: bool) -> None:
