@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from oxidize_jax.checkpoints.resolve import resolve_model
 from oxidize_jax.checkpoints.save import save_model
 from oxidize_jax.checkpoints.saved import numpy_dtype
+from oxidize_jax.model.functional import Decoder
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.startup import find_tokenizer
 
@@ -46,7 +47,7 @@ class Saves:
         """
         config = dataclasses.replace(self.model_config, longest_sequence=None)
         leaves = self.engine.params
-        names = parameter_shapes(config, quantized=self.engine.model.quantized)
+        names = parameter_shapes(config, quantized=cast(Decoder, self.engine.model).quantized)
         params = {name: _as_loaded(leaves[name]) for name in names}
         resolved = resolve_model(self.options.model, allow_download=False)
         return save_model(folder, config, params, find_tokenizer(self.options, resolved))

