@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -77,9 +76,9 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
     """Raise ValueError, in one line, for a request that can never run, or not as it says."""
     check_prompt(config, len(request.prompt_token_ids))
     stops = request.stop_token_ids
-    check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
-    check_token_ids("stop_token_ids", stops, vocab_size)
-    check_token_ids("held_token_ids", request.held_token_ids, vocab_size)
+    _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    _check_ids("stop_token_ids", stops, vocab_size)
+    _check_ids("held_token_ids", request.held_token_ids, vocab_size)
     num_stops = len(stops) + len(request.held_token_ids)
     if num_stops > config.max_stop_token_ids:
         raise ValueError(
@@ -94,12 +93,10 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
             f"{config.max_logprobs}; ask for fewer, or raise that where the engine is made, "
             "LLM(max_logprobs=...)."
         )
-    if not _is_number(request.temperature) or not 0 <= request.temperature < math.inf:
-        raise ValueError(f"temperature={request.temperature!r}: must be a number from 0 up.")
     for name in ("top_p", "typical_p"):
         value = getattr(request, name)
         if not _is_number(value) or not 0 < value <= 1:
-            raise ValueError(f"{name}={value!r}: must be a number above 0, at most 1.")
+            raise ValueError(f"{name}={short_repr(value)}: must be a number above 0, at most 1.")
     for name, (least, most) in _RANGES.items():
         _check_number(name, getattr(request, name), least, most)
     _check_lists(config, vocab_size, request)
@@ -133,7 +130,7 @@ def _check_lists(config: EngineConfig, vocab_size: int, request: EngineRequest) 
             f"{config.max_logit_bias}, set where the engine is made."
         )
     biased = [token for token, _ in request.logit_bias]
-    check_token_ids("logit_bias", biased, vocab_size)
+    _check_ids("logit_bias", biased, vocab_size)
     if len(set(biased)) < len(biased):
         raise ValueError("logit_bias names an id twice: give one number for each.")
     for token, bias in request.logit_bias:
@@ -155,13 +152,13 @@ def _check_bad_words(config: EngineConfig, vocab_size: int, words: Sequence[Sequ
                 f"bad_words[{i}] has {len(word)} tokens; the limit is 1 to max_bad_word_tokens="
                 f"{config.max_bad_word_tokens}, set where the engine is made."
             )
-        check_token_ids(f"bad_words[{i}]", word, vocab_size)
+        _check_ids(f"bad_words[{i}]", word, vocab_size)
 
 
 def _check_mask(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
     allowed, banned = request.allowed_token_ids, request.banned_token_ids
     for name, ids in (("allowed_token_ids", allowed or ()), ("banned_token_ids", banned)):
-        check_token_ids(name, ids, vocab_size)
+        _check_ids(name, ids, vocab_size)
         if ids and config.token_mask_size < vocab_size:
             raise ValueError(
                 f"{name}: this engine has token_mask_size={config.token_mask_size}; make it with "
@@ -189,7 +186,9 @@ def check_keys(keys: Sequence[Sequence[int]]) -> None:
             or len(key) != 2
             or not all(_is_whole(word) and 0 <= word < 2**32 for word in key)
         ):
-            raise ValueError(f"key={key!r}: must be two whole numbers from 0 to {2**32 - 1}.")
+            raise ValueError(
+                f"key={short_repr(key)}: must be two whole numbers from 0 to {2**32 - 1}."
+            )
 
 
 _WHOLE = {
@@ -205,6 +204,7 @@ _HIGHEST = 2**31 - 2
 
 
 _RANGES = {
+    "temperature": (0.0, 3e38),  # a number of 32 bits
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
@@ -215,7 +215,7 @@ _RANGES = {
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if not _is_number(value) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: must be a number from {low:g} to {high:g}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a number from {low:g} to {high:g}.")
 
 
 def _check_whole(name: str, value: Any, low: int) -> None:
@@ -225,7 +225,17 @@ def _check_whole(name: str, value: Any, low: int) -> None:
     high = _HIGHEST if name in ("priority", "salt") else None
     if not _is_whole(value) or value < low or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name}={value!r}: must be a whole number, {limit}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a whole number, {limit}.")
+
+
+def _check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> None:
+    for i, token in enumerate(ids):
+        if not _is_whole(token) or not -(2**63) <= token < 2**63:
+            raise ValueError(
+                f"{name}[{i}]={short_repr(token)}: token ids must be whole numbers, 0 to "
+                f"{vocab_size - 1}."
+            )
+    check_token_ids(name, ids, vocab_size)
 
 
 def _is_whole(value: Any) -> bool:
