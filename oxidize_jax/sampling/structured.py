@@ -83,7 +83,7 @@ def _schema_text(schema: Any) -> str:
     try:
         value = json_format.loads(schema) if isinstance(schema, str) else schema
         value = dict(value) if isinstance(value, Mapping) else value
-        text = json_format.dumps(value)
+        text = json_format.dumps(value, allow_nan=False)
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply; make it flatter.") from None
     except (TypeError, ValueError) as error:
