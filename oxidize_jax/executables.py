@@ -57,7 +57,7 @@ def _count_hits(event: str, **_: object) -> None:
         _counts.hits = getattr(_counts, "hits", 0) + 1
 
 
-def _count_programs(event: str, _seconds: float, **_: object) -> None:
+def _count_programs(event: str, duration_secs: float, **_: object) -> None:
     if event == COMPILE_EVENT:
         _counts.programs = getattr(_counts, "programs", 0) + 1
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"outputs", "options", "prompts"},
     {"score_outputs"},
     {"beam_search", "completion", "startup"},
-    {"llm_runs", "llm_scores"},
+    {"runner", "llm_scores"},
     {"llm"},
     {"bench"},
     {"cli"},
