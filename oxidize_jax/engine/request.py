@@ -76,9 +76,9 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
     """Raise ValueError, in one line, for a request that can never run, or not as it says."""
     check_prompt(config, len(request.prompt_token_ids))
     stops = request.stop_token_ids
-    _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
-    _check_ids("stop_token_ids", stops, vocab_size)
-    _check_ids("held_token_ids", request.held_token_ids, vocab_size)
+    check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    check_token_ids("stop_token_ids", stops, vocab_size)
+    check_token_ids("held_token_ids", request.held_token_ids, vocab_size)
     num_stops = len(stops) + len(request.held_token_ids)
     if num_stops > config.max_stop_token_ids:
         raise ValueError(
@@ -130,7 +130,7 @@ def _check_lists(config: EngineConfig, vocab_size: int, request: EngineRequest) 
             f"{config.max_logit_bias}, set where the engine is made."
         )
     biased = [token for token, _ in request.logit_bias]
-    _check_ids("logit_bias", biased, vocab_size)
+    check_token_ids("logit_bias", biased, vocab_size)
     if len(set(biased)) < len(biased):
         raise ValueError("logit_bias names an id twice: give one number for each.")
     for token, bias in request.logit_bias:
@@ -152,13 +152,13 @@ def _check_bad_words(config: EngineConfig, vocab_size: int, words: Sequence[Sequ
                 f"bad_words[{i}] has {len(word)} tokens; the limit is 1 to max_bad_word_tokens="
                 f"{config.max_bad_word_tokens}, set where the engine is made."
             )
-        _check_ids(f"bad_words[{i}]", word, vocab_size)
+        check_token_ids(f"bad_words[{i}]", word, vocab_size)
 
 
 def _check_mask(config: EngineConfig, vocab_size: int, request: EngineRequest) -> None:
     allowed, banned = request.allowed_token_ids, request.banned_token_ids
     for name, ids in (("allowed_token_ids", allowed or ()), ("banned_token_ids", banned)):
-        _check_ids(name, ids, vocab_size)
+        check_token_ids(name, ids, vocab_size)
         if ids and config.token_mask_size < vocab_size:
             raise ValueError(
                 f"{name}: this engine has token_mask_size={config.token_mask_size}; make it with "
@@ -226,16 +226,6 @@ def _check_whole(name: str, value: Any, low: int) -> None:
     if not _is_whole(value) or value < low or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f"at least {low}"
         raise ValueError(f"{name}={short_repr(value)}: must be a whole number, {limit}.")
-
-
-def _check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> None:
-    for i, token in enumerate(ids):
-        if not _is_whole(token) or not -(2**63) <= token < 2**63:
-            raise ValueError(
-                f"{name}[{i}]={short_repr(token)}: token ids must be whole numbers, 0 to "
-                f"{vocab_size - 1}."
-            )
-    check_token_ids(name, ids, vocab_size)
 
 
 def _is_whole(value: Any) -> bool:

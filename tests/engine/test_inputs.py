@@ -74,6 +74,12 @@ def test_prompts_of_about_one_length_have_one_width():
         ([[1], []], r"prompts\[1\] has 0 tokens"),
         ([[1], [2, 9]], r"prompts\[1\]\[1\]=9: token ids must be in 0 to 8"),
         ([[1], [2, 1.5]], r"prompts\[1\]\[1\]=1.5: token ids must be whole"),
+        (
+            [[1], [-(10**5000)]],
+            r"prompts\[1\]\[0\]=a number of over \d+ digits: token ids must be in",
+        ),
+        ([[np.int64(9)]], r"prompts\[0\]\[0\]=9: token ids must be in 0 to 8"),
+        ([[["x" * 10**5]]], r"prompts\[0\]\[0\]=\['x{38}\.\.\.: token ids must be whole"),
         ([[1] * 5, [1] * 3], r"prompts\[0\] has 5 tokens, but width=4"),
         ([1, 2], r"prompts\[0\]=1: must be a list"),
         (["ab"], r"prompts\[0\]='ab': must be a list"),
