@@ -201,9 +201,10 @@ def nearest_penalty(name: str, value: jax.Array) -> jax.Array:
 def _check_most(name: str, value: Any, most: int) -> None:
     """``value`` has been checked otherwise; what is on the device nobody can look at."""
     if not isinstance(value, jax.Array) and np.any(np.asarray(value) > most):
+        shown = short_repr(np.asarray(value).tolist())
         raise ValueError(
-            f"{name}={short_repr(value)}: must be from 0 to {most}, the {name} of the "
-            "configuration; lower it, or raise the configuration's."
+            f"{name}={shown}: must be from 0 to {most}, the {name} of the configuration; lower "
+            "it, or raise the configuration's."
         )
 
 
@@ -275,7 +276,8 @@ def _as_array(name: str, value: Any, dtype: Any, low: float, high: float) -> jax
     if not on_host:
         return value.astype(dtype)
     if not ((value >= low) & (value <= high)).all():
-        raise ValueError(f"{name}={short_repr(value)}: must be from {low} to {high:.10g}.")
+        shown = short_repr(value.tolist())
+        raise ValueError(f"{name}={shown}: must be from {low} to {high:.10g}.")
     # Put there by name, which a guard against transfers that nobody asked for lets pass.
     return jax.device_put(value.astype(dtype))
 

@@ -127,6 +127,7 @@ def call(prompts=None, key=KEY, **sampling):
             r"bias_values=\[101\]: must be from -100.0 to 100",
         ),
         ({"bias_ids": [1]}, "give one value for each id"),
+        ({"stop_token_ids": [97] * 3000}, r"stop_token_ids=\[(97, ?){10}\.\.\.: must be from"),
         ({"token_mask": [True]}, r"token_mask is bool\[1, 1\]: must be bool, \[97\] or \[2, 97\]"),
         ({"token_mask": [1] * VOCAB}, r"token_mask is int64\[1, 97\]"),
         ({"token_mask": np.zeros((2, VOCAB), bool)}, "leaves a prompt no id"),
