@@ -318,7 +318,7 @@ def _prompt_records(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 def _token_records(completion: CompletionOutput) -> list[dict[str, Any]] | None:
     """For each token its own log probability and the alternatives, best first, itself with its
-    rank among them. ``--logprobs 0`` ranks nothing, and has no alternatives."""
+    rank among them. ``--logprobs 0`` has no alternative but itself."""
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)

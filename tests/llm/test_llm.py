@@ -70,9 +70,25 @@ def test_logprobs_none_zero_and_outside_the_alternatives(llm):
     tokens = none.outputs[0].token_ids
     assert zero.outputs[0].token_ids == one.outputs[0].token_ids == tokens
     assert [list(entry) for entry in zero.outputs[0].logprobs] == [[t] for t in tokens]
-    assert [e[t].rank for t, e in zip(tokens, zero.outputs[0].logprobs, strict=True)] == [None] * 9
     ranks = [e[t].rank for t, e in zip(tokens, one.outputs[0].logprobs, strict=True)]
+    assert [e[t].rank for t, e in zip(tokens, zero.outputs[0].logprobs, strict=True)] == ranks
+    assert max(ranks) > 3
     assert [len(e) for e in one.outputs[0].logprobs] == [1 + (rank > 1) for rank in ranks]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ranks_of_tokens_in_prompt_and_output_are_those_of_a_score(llm, count):
+    params = SamplingParams(
+        seed=1, max_tokens=9, logprobs=count, prompt_logprobs=count, temperature=5, ignore_eos=True
+    )
+    (output,) = llm.generate("a prompt", params)
+    ids, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+    (scored,) = llm.score([[*output.prompt_token_ids, *ids]])
+    prompt = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    ranks = [None if entry is None else entry[token].rank for token, entry in prompt]
+    ranks += [entry[token].rank for token, entry in zip(ids, entries, strict=True)]
+    assert ranks == list(scored.token_ranks)
+    assert max(ranks[1:]) > 3
 
 
 def test_a_token_outside_the_alternatives_has_its_rank_in_the_vocabulary(llm):
