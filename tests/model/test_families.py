@@ -204,7 +204,7 @@ def test_only_blocks_in_the_window_are_read(platform, tmp_path, kit, monkeypatch
     Only not the first block, which is read in the place of blocks that are not written yet. An
     accelerator masks what it reads, so there the results alone are compared.
     """
-    monkeypatch.setattr(attention, "_plan", lambda *_: attention._Plan(rows=1, chunk=1))
+    monkeypatch.setattr(attention, "_plan", lambda *_: attention.Plan(rows=1, chunk=1))
     golden = read_golden("mistral")
     loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
     assert loaded.config.layer_windows == (7, 7)
