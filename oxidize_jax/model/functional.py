@@ -14,7 +14,8 @@ from jax import lax
 
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.model import kv_cache
-from oxidize_jax.model.attention import AttentionSpec, check_backend, make_attention
+from oxidize_jax.model.attention import check_backend, make_attention
+from oxidize_jax.model.attention_rows import AttentionSpec
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.rope import RotationAt, rotations
