@@ -17,6 +17,7 @@ from oxidize_jax.model import kv_cache
 from oxidize_jax.model.attention import check_backend, make_attention
 from oxidize_jax.model.attention_rows import AttentionSpec
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.modules import Inputs, product
 from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.rope import RotationAt, rotations
 from oxidize_jax.model.storage import (
@@ -32,12 +33,10 @@ from oxidize_jax.model.storage import (
 from oxidize_jax.model.transformer import (
     APART,
     LAYERS,
-    Inputs,
     Layer,
     Multiply,
     Projections,
     merge,
-    product,
     split_modules,
 )
 
