@@ -17,6 +17,7 @@ from oxidize_jax.model import kv_cache
 from oxidize_jax.model.attention import check_backend, make_attention
 from oxidize_jax.model.attention_rows import AttentionSpec
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.experts import Step
 from oxidize_jax.model.modules import Inputs, product
 from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.rope import RotationAt, rotations
@@ -24,6 +25,7 @@ from oxidize_jax.model.storage import (
     EMBED_BITS,
     Leaves,
     check_params,
+    is_of_experts,
     is_of_trunk,
     layer_leaves,
     layer_views,
@@ -186,17 +188,29 @@ def hidden_states(
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
-    x, (kv, _) = layers(decoder, leaves, rotation_at, mix, x, (kv, attention.scratch))
+    live = batch.token_rows < batch.block_tables.shape[0]
+
+    def step_at(index: jax.Array) -> Step:
+        return Step(live, index, decoder.platform)
+
+    x, (kv, _) = layers(decoder, leaves, rotation_at, step_at, mix, x, (kv, attention.scratch))
     return x, kv
 
 
 Cache = tuple[jax.Array, Any]
 """``(kv, scratch)``"""
+_StepAt = Callable[[jax.Array], Step]
 _Mix = Callable[[jax.Array, Projections, Cache], tuple[jax.Array, Cache]]
 
 
 def _layers_stacked(
-    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder,
+    leaves: Leaves,
+    rotation_at: RotationAt,
+    step_at: _StepAt,
+    mix: _Mix,
+    x: jax.Array,
+    cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     """All layers, their weights cut out of the stacks: one body, compiled once."""
 
@@ -204,21 +218,32 @@ def _layers_stacked(
         carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Leaves]
     ) -> tuple[tuple[jax.Array, Cache], None]:
         index, weights = inputs
-        module = merge(decoder.layer, {n: unpacked(w) for n, w in weights.items()})
-        rotation = rotation_at(index)
-        return module(*carry, rotation, lambda q, k, v, c: mix(index, (q, k, v), c)), None
+        weights = {n: unpacked(w) for n, w in weights.items()}
+        module = merge(decoder.layer, whole | weights)
 
+        def mix_here(q: jax.Array, k: jax.Array, v: jax.Array, c: Cache) -> tuple[jax.Array, Cache]:
+            return mix(index, (q, k, v), c)
+
+        return module(*carry, rotation_at(index), mix_here, step_at(index)), None
+
+    whole = _experts_of_all_layers(decoder, leaves)
     stacked = {
         n.removeprefix(LAYERS): stored(n, leaf, decoder.platform)
         for n, leaf in leaves.items()
-        if n.startswith(LAYERS)
+        if n.startswith(LAYERS) and n.removeprefix(LAYERS) not in whole
     }
     indices = jnp.arange(decoder.config.num_layers, dtype=jnp.int32)
     return lax.scan(layer, (x, cache), (indices, stacked))[0]
 
 
 def _layers_apart(
-    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder,
+    leaves: Leaves,
+    rotation_at: RotationAt,
+    step_at: _StepAt,
+    mix: _Mix,
+    x: jax.Array,
+    cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     """All layers, their matrices arguments by themselves, which XLA reads where they are.
 
@@ -229,6 +254,7 @@ def _layers_apart(
     # Of their matrices only the type is looked at.
     like = layer_leaves(leaves, 0)
     small = {n: leaves[LAYERS + n] for n in like if not is_matrix(n)}
+    like |= _experts_of_all_layers(decoder, leaves)
 
     def at(index: jax.Array) -> tuple[Layer, Multiply]:
         module = merge(
@@ -242,7 +268,7 @@ def _layers_apart(
         x, qkv, cache = carry
         mixed, cache = mix(index, qkv, cache)
         module, multiply = at(index)
-        x = module.finish(x, mixed, multiply)
+        x = module.finish(x, mixed, multiply, step_at(index))
         # Behind the last layer what is projected is of no use.
         index = jnp.minimum(index + 1, last)
         following, multiply = at(index)
@@ -274,6 +300,18 @@ def _multiply_layer(
     return tuple(
         getattr(module, name).completed(y, inputs) for name, y in zip(names, products, strict=True)
     )
+
+
+def _experts_of_all_layers(decoder: Decoder, leaves: Leaves) -> Leaves:
+    """On a CPU the experts' parameters as :class:`.experts.Experts` reads them, by their names in
+    a layer; else nothing."""
+    if decoder.platform != "cpu":
+        return {}
+    return {
+        n.removeprefix(LAYERS): stored(n, leaf, decoder.platform)
+        for n, leaf in leaves.items()
+        if is_of_experts(n)
+    }
 
 
 def _trunk(decoder: Decoder, leaves: Leaves) -> Any:

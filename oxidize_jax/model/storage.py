@@ -12,7 +12,8 @@ from jax import lax
 from jax.core import Tracer
 
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.quantize import is_matrix
+from oxidize_jax.model.experts import PREFIX
+from oxidize_jax.model.quantize import is_matrix, stays_float32
 from oxidize_jax.model.transformer import APART, LAYERS, parameter_shapes
 
 Leaves = dict[str, jax.Array]
@@ -39,14 +40,15 @@ def layer_views(config: ModelConfig, leaves: Leaves, platform: str) -> Leaves:
     """On a CPU, every layer's parameters by themselves, without a copy; else nothing.
 
     XLA:CPU can multiply with a matrix that is an argument as it lies there. One that is cut out
-    of a stack by a running index is copied first, in every layer of every step.
+    of a stack by a running index is copied first, in every layer of every step. Experts are not
+    among them: which are read is known in the step alone (:mod:`.experts`).
     """
     if platform != "cpu" or any(isinstance(leaf, Tracer) for leaf in leaves.values()):
         return {}
     views = {
         f"{APART}{index}.{name.removeprefix(LAYERS)}": _view(leaf, index)
         for name, leaf in leaves.items()
-        if name.startswith(LAYERS)
+        if name.startswith(LAYERS) and not is_of_experts(name)
         for index in range(config.num_layers)
     }
     if leaves["embed.weight"].dtype == jnp.bfloat16:
@@ -79,6 +81,11 @@ def unpacked(leaf: jax.Array) -> jax.Array:
 def is_of_trunk(name: str) -> bool:
     """Whether the leaf ``name`` is the trunk's, and no layer's."""
     return not name.startswith((LAYERS, APART)) and name != EMBED_BITS
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether the parameter ``name`` is one of the experts of all layers."""
+    return name.startswith(LAYERS + PREFIX)
 
 
 def layer_leaves(leaves: Leaves, index: int) -> Leaves:
@@ -114,13 +121,13 @@ def _check_dtypes(params: Mapping[str, Any]) -> None:
         needed = parameter_dtype(name, weights)
         if leaf.dtype != needed:
             raise ValueError(
-                f"parameter {name!r} is {leaf.dtype}, but must be {needed}: norms are float32, "
-                f"matrices have the type of 'embed.weight', and so have biases, but for int8, "
-                f"where biases and scales are float32; cast it."
+                f"parameter {name!r} is {leaf.dtype}, but must be {needed}: norms and routers are "
+                f"float32, matrices have the type of 'embed.weight', and so have biases, but for "
+                f"int8, where biases and scales are float32; cast it."
             )
 
 
 def parameter_dtype(name: str, weights: jnp.dtype) -> jnp.dtype:
     """Type of the parameter ``name`` of a model whose matrices are ``weights``."""
-    stays_float32 = name.endswith("norm.weight") or (weights == jnp.int8 and not is_matrix(name))
-    return jnp.dtype(jnp.float32) if stays_float32 else weights
+    is_float32 = stays_float32(name) or (weights == jnp.int8 and not is_matrix(name))
+    return jnp.dtype(jnp.float32) if is_float32 else weights

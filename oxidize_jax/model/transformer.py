@@ -17,6 +17,7 @@ from flax import nnx
 
 from oxidize_jax.model.attention_cpu import softcapped
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.experts import Experts, Step
 from oxidize_jax.model.modules import (
     ACTIVATIONS,
     Inputs,
@@ -140,17 +141,21 @@ class Layer(nnx.Module):
         self.o = matrix(e, q, bias=config.has_output_bias)
         self.attention_out_norm = make_norm(config, e) if config.post_norms else None
         self.post_norm = make_norm(config, e) if config.pre_norms else None
-        self.gate = matrix(f, e, bias=config.mlp_bias) if config.gated_mlp else None
-        self.up = matrix(f, e, bias=config.mlp_bias)
-        self.down = matrix(e, f, bias=config.mlp_bias)
+        if config.num_experts:
+            self.router = Matrix(config.num_experts, e)  # float32 with all types of weights
+            self.experts = Experts(config, quantized)
+        else:
+            self.gate = matrix(f, e, bias=config.mlp_bias) if config.gated_mlp else None
+            self.up = matrix(f, e, bias=config.mlp_bias)
+            self.down = matrix(e, f, bias=config.mlp_bias)
         self.mlp_out_norm = make_norm(config, e) if config.post_norms else None
 
     def __call__(
-        self, x: jax.Array, kv: Any, rotation: jax.Array | None, mix: Mix
+        self, x: jax.Array, kv: Any, rotation: jax.Array | None, mix: Mix, step: Step
     ) -> tuple[jax.Array, Any]:
         """``x f32[T, E]`` and the cache, after this layer; ``rotation`` as :mod:`.rope` has it."""
         mixed, kv = mix(*self.project(x, rotation, self.multiply), kv)
-        return self.finish(x, mixed, self.multiply), kv
+        return self.finish(x, mixed, self.multiply, step), kv
 
     def project(self, x: jax.Array, rotation: jax.Array | None, multiply: Multiply) -> Projections:
         """Queries ``f32[T, H, D]``, keys and values ``f32[T, G, D]`` of the tokens."""
@@ -164,11 +169,19 @@ class Layer(nnx.Module):
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         return rotate(q, rotation), rotate(k, rotation), v
 
-    def finish(self, x: jax.Array, mixed: jax.Array, multiply: Multiply) -> jax.Array:
+    def finish(self, x: jax.Array, mixed: jax.Array, multiply: Multiply, step: Step) -> jax.Array:
         """``x f32[T, E]`` after this layer, ``mixed f32[T, H, D]`` being what attention gave."""
         (out,) = multiply(("o",), self.o.rounded(mixed.reshape(x.shape[0], -1)))
         x = x + normed(self.attention_out_norm, out)
-        inputs = self.up.rounded(normed(self.post_norm, x))
+        h = normed(self.post_norm, x)
+        if self.config.num_experts:
+            out = self.experts(h, self.router(h), step)
+        else:
+            out = self._mlp(h, multiply)
+        return x + normed(self.mlp_out_norm, out)
+
+    def _mlp(self, h: jax.Array, multiply: Multiply) -> jax.Array:
+        inputs = self.up.rounded(h)
         activate = ACTIVATIONS[self.config.activation]
         if self.gate is None:
             (up,) = multiply(("up",), inputs)
@@ -177,7 +190,7 @@ class Layer(nnx.Module):
             gate, up = multiply(("gate", "up"), inputs)
             h = activate(gate) * up
         (out,) = multiply(("down",), self.down.rounded(h))
-        return x + normed(self.mlp_out_norm, out)
+        return out
 
     def multiply(self, names: tuple[str, ...], inputs: Inputs) -> tuple[jax.Array, ...]:
         """A :data:`Multiply` with the weights of this module."""
