@@ -222,7 +222,7 @@ def test_a_window_is_that_of_all_layers(tmp_path, config):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"expert_count": 8}, r"llama\.expert_count=8"),
+        ({"expert_count": 8}, r"llama\.expert_used_count' is missing"),
         ({"rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type='su'"),
         ({"rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor=4\.0"),
         ({"rope.dimension_count": 4}, r"rope\.dimension_count=4.*8"),
