@@ -50,8 +50,8 @@ _BY_EXPERT = lax.RaggedDotDimensionNumbers(
 class Step:
     """What a layer of experts must know of the step that it runs in."""
 
-    live: jax.Array
-    """bool[T]: which tokens are no padding"""
+    live: jax.Array | None
+    """bool[T]: which tokens are no padding; None: all"""
     layer: jax.Array
     """i32[]"""
     platform: str
@@ -115,10 +115,12 @@ def choose(config: ModelConfig, scores: jax.Array) -> tuple[jax.Array, jax.Array
     return weights, experts
 
 
-def _route(config: ModelConfig, scores: jax.Array, live: jax.Array) -> _Pairs:
+def _route(config: ModelConfig, scores: jax.Array, live: jax.Array | None) -> _Pairs:
     weights, chosen = choose(config, scores)
     k = config.num_experts_per_token
-    experts = jnp.where(live[:, None], chosen, config.num_experts).reshape(-1)
+    if live is not None:
+        chosen = jnp.where(live[:, None], chosen, config.num_experts)
+    experts = chosen.reshape(-1)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
     return _Pairs(

@@ -188,7 +188,8 @@ def hidden_states(
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
-    live = batch.token_rows < batch.block_tables.shape[0]
+    # Nobody but experts asks for it.
+    live = batch.token_rows < batch.block_tables.shape[0] if config.num_experts else None
 
     def step_at(index: jax.Array) -> Step:
         return Step(live, index, decoder.platform)

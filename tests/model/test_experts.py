@@ -60,7 +60,6 @@ def module(params, platform, config=CONFIG):
 def mixed(params, platform, h, live=None, config=CONFIG):
     """What layer 1 makes of ``h f32[T, E]``."""
     layer = module(params, platform, config)
-    live = jnp.ones(len(h), bool) if live is None else live
     return layer.experts(h, layer.router(h), Step(live, jnp.int32(LAYER), platform))
 
 
