@@ -201,9 +201,7 @@ def test_accelerators_get_a_grouped_product(platform, dtype, kit):
     function, arguments = step_of(WIDE, "gpu" if platform == "cuda" else platform, dtype, kit)
     text = function.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     # Three in the one body of all layers; no product with an axis of experts beside them.
-    assert (
-        len(re.findall(r"chlo\.ragged_dot|triton_kernel_call|__gpu\$xla\.gpu\.triton", text)) == 3
-    )
+    assert text.count('= "chlo.ragged_dot"(') == 3
     dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert dots
     assert not [line for line in dots if "tensor<16x" in line.split("->")[0] and "320" in line]
