@@ -92,12 +92,12 @@ def neighbours(llm: LLM, rows: int) -> dict:
         begin = time.perf_counter()
         groups = llm._groups(prompts, params)
         for group in groups:
-            llm._start(group)
+            llm._runner.start(group)
         while not all(group.finished for group in groups[:half]):
-            llm._advance(groups[:half])
+            llm._runner.advance(groups[:half])
         seconds = time.perf_counter() - begin
         for group in groups:
-            llm._abandon(group)
+            llm._runner.abandon(group)
         result[f"free_tokens_per_s_{label}"] = round(64 * half / seconds, 1)
     return result
 

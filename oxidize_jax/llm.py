@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from oxidize_jax.beam_search import BeamPrompt, check_beam_prompt, check_search, search_prompts
+from oxidize_jax.beam_search import check_beam_prompt, check_search, search_prompts
 from oxidize_jax.compile_cache import enable_compile_cache
-from oxidize_jax.completion import Completion, Group
+from oxidize_jax.completion import Group
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.constraint import Grammar
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
-from oxidize_jax.llm_runs import Runs
-from oxidize_jax.llm_runs import steps_per_dispatch as steps_per_dispatch
 from oxidize_jax.llm_scores import Scores
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
@@ -36,6 +32,7 @@ from oxidize_jax.prompts import (
     as_prompts,
     single_text_or_ids,
 )
+from oxidize_jax.runner import Runner
 from oxidize_jax.sampling.beam_params import BeamSearchParams
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
@@ -44,7 +41,7 @@ from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
-class LLM(Runs, Scores):
+class LLM(Scores):
     """A model with its tokenizer and an engine to run it.
 
     Args:
@@ -97,13 +94,7 @@ class LLM(Runs, Scores):
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
         vocab_size = self.model_config.vocab_size
         self._eos = tuple(i for i in self.tokenizer.eos_token_ids if i < vocab_size)
-        # Held by the thread that runs the engine.
-        self._engine_lock = threading.RLock()
-        # Held for moments, by who reads or writes what follows; notified after each dispatch.
-        self._news = threading.Condition()
-        self._running: dict[int, Completion] = {}
-        self._streams: set[Group] = set()
-        self._lost: set[int] = set()
+        self._runner = Runner(self.engine, self.tokenizer)
 
     @classmethod
     def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
@@ -197,12 +188,10 @@ class LLM(Runs, Scores):
                 where = f"prompts[{i}]: " if len(given) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
         shown = self._progress if use_tqdm is None else use_tqdm
-        try:
-            with progress_bar(len(checked), shown=shown) as bar, self._engine_lock:
-                return self._search(checked, params, stop_ids, lambda n: bar.update(n - bar.n))
-        finally:
-            with self._news:
-                self._news.notify_all()  # that the engine can be run again
+        with progress_bar(len(checked), shown=shown) as bar, self._runner.exclusive() as engine:
+            return search_prompts(
+                engine, self.tokenizer, checked, params, stop_ids, lambda n: bar.update(n - bar.n)
+            )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -225,7 +214,7 @@ class LLM(Runs, Scores):
                 "LLM.generate or LLM.score for them."
             )
         (group,) = self._groups([prompt], params)
-        return self._stream(group)
+        return self._runner.stream(group)
 
     def chat_prompt(
         self, messages: Messages, *, cache_salt: str | None = None, **template_options: Any
@@ -239,32 +228,21 @@ class LLM(Runs, Scores):
 
         Streams that run meanwhile go on with the KV they have, and nobody else shares it.
         """
-        try:
-            with self._engine_lock, self._losing():
-                self.engine.reset_prefix_cache()
-        finally:
-            with self._news:
-                self._news.notify_all()  # that the engine can be run again
+        with self._runner.exclusive() as engine:
+            engine.reset_prefix_cache()
 
-    def _search(
-        self,
-        prompts: Sequence[BeamPrompt],
-        params: BeamSearchParams,
-        stop_ids: tuple[int, ...],
-        report: Callable[[int], Any],
-    ) -> list[BeamSearchOutput]:
-        with self._losing():
-            return search_prompts(self.engine, self.tokenizer, prompts, params, stop_ids, report)
+    def _run(self, groups: list[Group], use_tqdm: bool | None) -> list[RequestOutput]:
+        self._score_prompts(groups, use_tqdm)
+        total = sum(len(group.keys) for group in groups)
+        shown = self._progress if use_tqdm is None else use_tqdm
+        with progress_bar(total, shown=shown) as bar:
 
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        """If what is done to the engine fails, it has lost what it ran: say so to who waits."""
-        try:
-            yield
-        except BaseException:
-            with self._news:
-                self._lost.update(i for i in self._running if not self.engine.has(i))
-            raise
+            def report(done: int, tokens: int) -> None:
+                bar.update(done - bar.n)
+                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+
+            self._runner.run(groups, report)
+        return [group.output() for group in groups]
 
     def _groups(
         self,

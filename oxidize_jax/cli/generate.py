@@ -190,11 +190,9 @@ def _check_logprobs(params: SamplingParams, options: dict[str, Any]) -> None:
 
 def _load(options: dict[str, Any], status: Status) -> LLM:
     start_backend()
-    from oxidize_jax.executables import enable_executables
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 
-    enable_executables()
     announce_fetch(options.get("model", Options.model), status)
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)

@@ -20,8 +20,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import heapq
-import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,7 +28,8 @@ import numpy as np
 
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
-from oxidize_jax.engine.constraint import Constraint, Verdict
+from oxidize_jax.engine.device import Device
+from oxidize_jax.engine.host_queue import HostQueue
 from oxidize_jax.engine.recorder import NoRecorder, Recorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.slots import Slots
@@ -38,10 +37,9 @@ from oxidize_jax.engine.step import EngineState, Model, Params
 from oxidize_jax.engine.trace import Fork, new_fork
 from oxidize_jax.engine.updates import FINISH_REASONS as FINISH_REASONS
 from oxidize_jax.engine.updates import RequestUpdate as RequestUpdate
-from oxidize_jax.engine.updates import Running, judged, news
+from oxidize_jax.engine.updates import Running
 from oxidize_jax.engine.warmup import CompileCounter, WarmUp
 from oxidize_jax.scheduler import invariants, stats
-from oxidize_jax.scheduler.state import FINISHED
 from oxidize_jax.scheduler.stats import StepStats
 
 STEPS_PER_DISPATCH = programs.WINDOW
@@ -62,7 +60,7 @@ class _Dispatch:
     """Request in each slot at the time; some slots may have other owners by now."""
 
 
-class Engine(Slots):
+class Engine:
     """Runs requests through the pure step.
 
     Args:
@@ -89,55 +87,45 @@ class Engine(Slots):
         self.config = config
         self.model = model
         self.params = params
-        self._check = check_invariants
-        self._secret = secrets.randbits(32) if secret is None else secret
         self._compiles = CompileCounter()
         self.peak_blocks_used = 0
         """Most blocks that requests held in a step so far."""
         self.step_stats: tuple[StepStats, ...] = ()
         """Statistics of the steps that the last :meth:`step` read, in order."""
-        self._ids = itertools.count()
-        self._queue: list[tuple[int, int, EngineRequest, int | None]] = []
-        self._unfinished: set[int] = set()
         programs.drained_shapes(config)  # so that no read traces it
+        self._queue = HostQueue()
+        self._device = Device(
+            config,
+            model,
+            secret=secrets.randbits(32) if secret is None else secret,
+            recorder=recorder or NoRecorder(),
+            check_invariants=check_invariants,
+        )
         self._forget()
-        self._renew()
-        self._recorder = recorder or NoRecorder()
-        self._recorder.start(config, model.vocab_size, self.state.scheduler)
 
     def _forget(self) -> None:
-        """Drop the device state and what had a slot in it; the host queue stays."""
+        """Drop what was on the device and what is known of it; the host queue stays."""
         # What is done here can be done again, if Ctrl-C comes in the middle.
-        self._state: EngineState | None = None
-        self._unfinished &= {request_id for _, request_id, _, _ in self._queue}
-        self._slots: list[int | None] = [None] * self.config.max_num_requests
-        self._requests: dict[int, Running] = {}
-        self._aborted: list[tuple[int, int]] = []
-        self._masks: dict[int, tuple[int, np.ndarray]] = {}  # by owner: slot, next mask
+        self._queue.forget_others()
+        self._slots = Slots(self.config, self.model.vocab_size)
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         self._news: list[RequestUpdate] = []
         self._new_stats: list[StepStats] = []
         self._steps = 0
 
-    def _renew(self) -> None:
-        self._state = programs.start(self.config, self.model, np.uint32(self._secret))
-
     @property
     def state(self) -> EngineState:
         """The state after all that has been dispatched; reading it waits for that."""
-        if self._state is None:
-            self._renew()
-        assert self._state is not None
-        return self._state
+        return self._device.state
 
     @state.setter
     def state(self, state: EngineState) -> None:
-        self._state = state
+        self._device.state = state
 
     @property
     def num_unfinished(self) -> int:
         """Requests that are waiting, queued or running, or whose end is still to be told."""
-        return len(self._unfinished)
+        return self._queue.num_unfinished
 
     @property
     def num_compiles(self) -> int:
@@ -152,7 +140,7 @@ class Engine(Slots):
 
     def has(self, request_id: int) -> bool:
         """Whether the request is still waiting, queued or running."""
-        return request_id in self._unfinished
+        return request_id in self._queue
 
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id. Raises ValueError for what can never run."""
@@ -170,17 +158,9 @@ class Engine(Slots):
         parent: int | None = None
         ids = []
         for key in keys:
-            request_id = next(self._ids)
             grammar = None if request.grammar is None else request.grammar.copy()
             one = dataclasses.replace(request, key=key, grammar=grammar)
-            # First, for what only the queue knows counts as aborted.
-            self._unfinished.add(request_id)
-            try:
-                heapq.heappush(self._queue, (request.priority, request_id, one, parent))
-            except BaseException:
-                self._unfinished.discard(request_id)
-                raise
-            ids.append(request_id)
+            ids.append(self._queue.push(one, parent))
             parent = ids[0]
         return ids
 
@@ -194,40 +174,33 @@ class Engine(Slots):
         keys. Raises ValueError for keys that are none.
         """
         check_keys(keys)
-        if request_id not in self._requests:
+        if request_id not in self._slots.running:
             return None
         with self._guarded():
-            self._send_aborts()
-            while self._in_flight:
-                self._read()
-            self._send_masks()
-            parent = self._requests.get(request_id)
-            free = [slot for slot, owner in enumerate(self._slots) if owner is None]
-            if parent is None or len(free) < len(keys):
+            self._read_all()
+            self._slots.send_masks(self._device)
+            parent = self._slots.running.get(request_id)
+            slots = tuple(self._slots.free[: len(keys)])
+            if parent is None or len(slots) < len(keys):
                 return None
-            ids = [next(self._ids) for _ in keys]
-            slots, n = tuple(free[: len(keys)]), len(keys)
+            ids, n = tuple(self._queue.new_id() for _ in keys), len(keys)
             words = tuple((int(first), int(second)) for first, second in keys)
-            fork = Fork(parent.slot, slots, words, tuple(ids), (None,) * n, (0.0,) * n)
-            event = new_fork(self.config, fork)
-            self._recorder.fork(event)
+            fork = Fork(parent.slot, slots, words, ids, (None,) * n, (0.0,) * n)
             # All runs have been read: the parent is alive and the slots are free.
-            scheduler, _ = programs.fork(self.config, self.state.scheduler, event)
-            self._update(scheduler)
+            self._device.fork(new_fork(self.config, fork))
             told = [update for update in self._news if update.request_id == request_id]
             for child, key, slot in zip(ids, keys, slots, strict=True):
-                self._unfinished.add(child)
-                self._slots[slot] = child
+                self._queue.begin(child)
                 request = dataclasses.replace(parent.request, key=key)
                 constraint = None if parent.constraint is None else parent.constraint.copy()
-                self._requests[child] = Running(slot, request, parent.cursor, constraint)
+                self._slots.take(child, Running(slot, request, parent.cursor, constraint))
                 self._news += [dataclasses.replace(update, request_id=child) for update in told]
-            return ids
+            return list(ids)
 
     @property
     def checks_invariants(self) -> bool:
         """Whether the state is checked after every run."""
-        return self._check
+        return self._device.check_invariants
 
     def lend(self, borrow: Callable[[EngineState], EngineState]) -> None:
         """Let another program use the pool and the cache of the state that ``borrow`` gets.
@@ -236,13 +209,11 @@ class Engine(Slots):
         be donated. Whoever runs is preempted and goes on with the next :meth:`step`. The prefix
         cache stays. Raises ValueError where events are recorded: a replay would miss this one.
         """
-        if isinstance(self._recorder, Recorder):
+        if isinstance(self._device.recorder, Recorder):
             raise ValueError("a beam search cannot be recorded: make the LLM without trace.")
         with self._guarded():
-            self._send_aborts()
-            while self._in_flight:
-                self._read()
-            self._update(programs.preempt_all(self.state.scheduler))
+            self._read_all()
+            self._device.preempt_all()
             self.state = borrow(self.state)
             self._steps = int(self.state.scheduler.totals.steps)
 
@@ -252,8 +223,7 @@ class Engine(Slots):
         Requests that run go on with the KV they have, and nobody else will share it.
         """
         with self._guarded():
-            self._recorder.reset_prefix_cache()
-            self._update(programs.reset_prefix_cache(self.state.scheduler))
+            self._device.reset_prefix_cache()
 
     def abort(self, request_id: int) -> bool:
         """Drop a request, queued or running. False if it is unknown or has finished.
@@ -262,12 +232,10 @@ class Engine(Slots):
         It touches no device state, so a garbage collector may call it at any moment, in the
         middle of a step too.
         """
-        if request_id not in self._unfinished:
+        if request_id not in self._queue:
             return False
-        self._unfinished.discard(request_id)
-        running = self._requests.pop(request_id, None)
-        if running is not None:
-            self._aborted.append((running.slot, request_id))
+        self._queue.end(request_id)
+        self._slots.withdraw(request_id)
         return True
 
     def step(self, max_steps: int = STEPS_PER_DISPATCH) -> list[RequestUpdate]:
@@ -282,13 +250,13 @@ class Engine(Slots):
         if not 1 <= max_steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"max_steps={max_steps}: must be 1 to {STEPS_PER_DISPATCH}.")
         with self._guarded():
-            if not (self._in_flight and self._waits_for_masks()):
+            if not (self._in_flight and self._slots.all_wait_for_masks):
                 self._dispatch(max_steps)
-            if len(self._in_flight) == 1 and not self._waits_for_masks():
+            if len(self._in_flight) == 1 and not self._slots.all_wait_for_masks:
                 self._dispatch(max_steps)
             if self._in_flight:
                 self._read()
-            while self._in_flight and not self._requests and not self._queue:
+            while self._in_flight and not self._slots.running and self._queue.is_empty:
                 self._read()  # only aborted requests are left: see them go
             return self._deliver()
 
@@ -303,12 +271,13 @@ class Engine(Slots):
             yield
         except BaseException as error:
             # The state was donated: whatever stopped the run, it cannot be used again.
-            lost, under_way = len(self._requests), list(self._in_flight)
+            lost, under_way = len(self._slots.running), list(self._in_flight)
             self._forget()
+            self._device.forget()
             with contextlib.suppress(Exception):
                 # There may be no memory for a second state before they have ended.
                 jax.block_until_ready([dispatch.packed for dispatch in under_way])
-            self._recorder.restart(self.state.scheduler)
+            self._device.restart()
             if not isinstance(error, Exception) or isinstance(error, invariants.InvariantError):
                 raise
             programs.distrust_run(self.config, self.model)
@@ -319,23 +288,22 @@ class Engine(Slots):
 
     def _dispatch(self, max_steps: int) -> None:
         """Send the events that are due, then a run and the read-out of its state."""
-        self._send_aborts()
-        self._send_masks()
-        self._fill_slots()
-        if any(constraint is not None for constraint in self._constraints()):
+        slots = self._slots
+        slots.send_aborts(self._device)
+        slots.send_masks(self._device)
+        slots.fill(self._device, self._queue)
+        if any(constraint is not None for constraint in slots.constraints):
             max_steps = 1  # it could make no use of more
-        owners = tuple(self._slots)
+        owners = tuple(slots.owners)
         if all(owner is None for owner in owners):
             return
-        self._recorder.run(self.state.scheduler, max_steps)
-        state = programs.run(self.config, self.model, self.params, self.state, np.int32(max_steps))
-        self.state = state
-        self._recorder.ran(state.scheduler)
-        if self._check:
-            invariants.check(state.scheduler)
-        packed = programs.drain(self.config, state.scheduler)
-        packed.copy_to_host_async()
-        self._in_flight.append(_Dispatch(packed, owners))
+        self._in_flight.append(_Dispatch(self._device.run(self.params, max_steps), owners))
+
+    def _read_all(self) -> None:
+        """Take note of all that has been dispatched."""
+        self._slots.send_aborts(self._device)
+        while self._in_flight:
+            self._read()
 
     def _read(self) -> None:
         """Wait for the oldest run, and take note of what is new in it."""
@@ -346,50 +314,16 @@ class Engine(Slots):
         self._new_stats += read
         self._steps = steps
         self.peak_blocks_used = max([self.peak_blocks_used, *(s.blocks_used for s in read)])
-        self._collect(dispatch.owners, drained)
-        if all(owner is None for owner in self._slots):
+        self._news += self._slots.collect(dispatch.owners, drained)
+        if all(owner is None for owner in self._slots.owners):
             self._in_flight.clear()  # dispatched before this was known, and empty
-
-    def _collect(self, owners: Sequence[int | None], drained: programs.Drained) -> None:
-        """News of the requests that moved; frees the slots of those that are done."""
-        done = (drained.status == FINISHED) & (drained.row == self.config.max_num_seqs)
-        lengths, is_done = drained.num_tokens.tolist(), done.tolist()
-        for slot, owner in enumerate(owners):
-            if owner is None:
-                continue
-            if is_done[slot] and self._slots[slot] == owner:
-                self._slots[slot] = None
-            running = self._requests.get(owner)
-            if running is None:  # aborted, or told of already
-                continue
-            if is_done[slot] or lengths[slot] > running.cursor:
-                update = news(owner, running, drained, is_done[slot])
-                if running.constraint is not None:
-                    update = self._constrained(running, running.constraint, update)
-                self._news.append(update)
-            if is_done[slot]:
-                self._requests.pop(owner, None)
-
-    def _constrained(
-        self, running: Running, constraint: Constraint, update: RequestUpdate
-    ) -> RequestUpdate:
-        """Move a grammar on, and keep the mask that comes next; or end the request."""
-        owner, ended = update.request_id, update.finish_reason is not None
-        verdict = constraint.accept(update.token_ids, ended=ended)
-        if verdict.finish_reason is None and not ended:
-            try:
-                self._masks[owner] = running.slot, constraint.mask()
-            except Exception as error:
-                verdict = Verdict(len(update.token_ids), "abort", str(error))
-        if verdict.finish_reason is not None:
-            self._requests.pop(owner, None)
-            self._aborted.append((running.slot, owner))
-        return judged(update, verdict)
 
     def _deliver(self) -> list[RequestUpdate]:
         # An abort may have come since a run was read.
-        updates = [update for update in self._news if update.request_id in self._unfinished]
-        self._unfinished -= {u.request_id for u in updates if u.finish_reason is not None}
+        updates = [update for update in self._news if update.request_id in self._queue]
+        for update in updates:
+            if update.finish_reason is not None:
+                self._queue.end(update.request_id)
         self.step_stats = tuple(self._new_stats)
         self._news, self._new_stats = [], []
         return updates

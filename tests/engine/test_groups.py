@@ -45,8 +45,8 @@ def test_kv16_aborting_a_group_leaves_nothing(engine):
         rows = jax.device_get(engine.state.scheduler.rows.request)
         assert (rows == CONFIG.max_num_requests).all()
         assert engine.num_unfinished == 0
-        assert not engine._requests
-        assert not engine._queue
+        assert not engine._slots.running
+        assert engine._queue.is_empty
     assert_clean(engine)
 
 
@@ -142,7 +142,7 @@ def test_the_secret_changes_hashes_and_no_token():
         assert tokens(run(engine)[request_id]) == solo(PROMPT, 5)[6:]
         hashes.append(jax.device_get(engine.state.scheduler.pool.block_hash[:2]))
     assert (hashes[0] != hashes[1]).any()
-    drawn = {Engine(CONFIG, FakeModel(), None)._secret for _ in range(3)}
+    drawn = {Engine(CONFIG, FakeModel(), None)._device.secret for _ in range(3)}
     assert len(drawn) > 1
 
 

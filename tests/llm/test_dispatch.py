@@ -7,7 +7,7 @@ import pytest
 from oxidize_jax import SamplingParams
 from oxidize_jax.completion import Group
 from oxidize_jax.engine.engine import STEPS_PER_DISPATCH, EngineStepError
-from oxidize_jax.llm import steps_per_dispatch
+from oxidize_jax.runner import steps_per_dispatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=1, max_tokens=40, seed=7, ignore_eos=True)
@@ -133,9 +133,9 @@ def test_a_failed_step_is_an_error_for_every_caller_and_the_next_call_works(llm,
             llm.generate("Hello", GREEDY)
     with pytest.raises(EngineStepError, match=r"lost in a failed step of another caller"):
         list(stream)
-    assert not llm._running
-    assert not llm._lost
-    assert not llm._streams
+    assert not llm._runner._running
+    assert not llm._runner._lost
+    assert not llm._runner._streams
     assert llm.generate("Hello", GREEDY)[0].outputs[0].token_ids == expected
 
 
@@ -148,10 +148,10 @@ def test_an_interrupt_between_the_read_and_the_text_leaves_no_gap(llm, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "_hand_over", interrupted)
+        patch.setattr(llm._runner, "_hand_over", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("Hello", GREEDY)
     with pytest.raises(EngineStepError, match="lost"):
         list(stream)
-    assert not llm._lost
+    assert not llm._runner._lost
     assert llm.generate("Hello", GREEDY)[0].outputs[0].token_ids == expected

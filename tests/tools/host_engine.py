@@ -51,4 +51,4 @@ def assert_clean(engine: Engine) -> None:
     pool = jax.device_get(engine.state.scheduler.pool)
     assert not pool.ref_count.any()
     assert int(pool.num_free) + int(pool.num_cached) == CONFIG.num_blocks
-    assert engine._slots == [None] * CONFIG.max_num_requests
+    assert engine._slots.owners == [None] * CONFIG.max_num_requests

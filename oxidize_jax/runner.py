@@ -1,4 +1,4 @@
-"""How LLM runs its engine for whole texts and streams, of one thread or of several.
+"""Runner: runs an engine for whole texts and for streams, of one thread or of several.
 
 What a dispatch brings goes to the completions of all, whoever made it. One thread at a time runs
 the engine; the others wait for what comes of it.
@@ -6,61 +6,72 @@ the engine; the others wait for what comes of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from oxidize_jax.completion import Completion, Group
-from oxidize_jax.engine.engine import STEPS_PER_DISPATCH, EngineStepError
+from oxidize_jax.engine.engine import STEPS_PER_DISPATCH, Engine, EngineStepError
 from oxidize_jax.engine.updates import RequestUpdate
-from oxidize_jax.outputs import RequestOutput, StreamDelta
-from oxidize_jax.progress import progress_bar
-
-if TYPE_CHECKING:
-    import threading
-
-    from oxidize_jax.engine.engine import Engine
-    from oxidize_jax.text.tokenizer import Tokenizer
+from oxidize_jax.outputs import StreamDelta
+from oxidize_jax.text.tokenizer import Tokenizer
 
 
-class Runs:
-    """How :class:`~oxidize_jax.llm.LLM` runs its engine."""
+class Runner:
+    """Brings groups of completions through ``engine``. Threads may share it."""
 
-    if TYPE_CHECKING:
-        engine: Engine
-        tokenizer: Tokenizer
-        _progress: bool
-        _engine_lock: threading.RLock
-        _news: threading.Condition
-        _running: dict[int, Completion]
-        _streams: set[Group]
-        _lost: set[int]
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        # Held by the thread that runs the engine.
+        self._engine_lock = threading.RLock()
+        # Held for moments, by who reads or writes what follows; notified after each dispatch.
+        self._news = threading.Condition()
+        self._running: dict[int, Completion] = {}
+        self._streams: set[Group] = set()
+        self._lost: set[int] = set()
 
-        def _score_prompts(self, groups: Sequence[Group], use_tqdm: bool | None) -> None: ...
+    def run(self, groups: Sequence[Group], report: Callable[[int, int], None]) -> None:
+        """Run ``groups`` to their ends.
 
-    def _run(self, groups: list[Group], use_tqdm: bool | None) -> list[RequestOutput]:
-        self._score_prompts(groups, use_tqdm)
-        total = sum(len(group.keys) for group in groups)
-        shown = self._progress if use_tqdm is None else use_tqdm
-        left, tokens = groups, 0
-        with progress_bar(total, shown=shown) as bar:
-            try:
-                for group in groups:
-                    self._start(group)
-                while left:
-                    self._advance(left)
-                    tokens += sum(group.num_tokens for group in left if group.finished)
-                    left = [group for group in left if not group.finished]
-                    running = sum(len(group.keys) - group.num_finished for group in left)
-                    bar.update(total - running - bar.n)
-                    made = tokens + sum(group.num_tokens for group in left)
-                    bar.set_postfix_str(f"{made} tokens", refresh=False)
-            finally:
-                for group in groups:
-                    self._abandon(group)
-        return [group.output() for group in groups]
+        ``report`` is told after each dispatch how many completions are done, and how many tokens
+        all have. Raises EngineStepError if a step fails.
+        """
+        total, tokens, left = sum(len(group.keys) for group in groups), 0, groups
+        try:
+            for group in groups:
+                self.start(group)
+            while left:
+                self.advance(left)
+                tokens += sum(group.num_tokens for group in left if group.finished)
+                left = [group for group in left if not group.finished]
+                running = sum(len(group.keys) - group.num_finished for group in left)
+                report(total - running, tokens + sum(group.num_tokens for group in left))
+        finally:
+            for group in groups:
+                self.abandon(group)
 
-    def _stream(self, group: Group) -> Iterator[StreamDelta]:
-        self._start(group)
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine for one thread alone, to do with it what is no step.
+
+        If that fails, the engine has lost what it ran: those who wait for it are told.
+        """
+        try:
+            with self._engine_lock:
+                try:
+                    yield self.engine
+                except BaseException:
+                    with self._news:
+                        self._lost.update(i for i in self._running if not self.engine.has(i))
+                    raise
+        finally:
+            with self._news:
+                self._news.notify_all()  # that the engine can be run again
+
+    def stream(self, group: Group) -> Iterator[StreamDelta]:
+        """What is new of a group, as it comes. Closing the iterator aborts what is left."""
+        self.start(group)
         self._streams.add(group)
         try:
             while True:
@@ -73,11 +84,12 @@ class Runs:
                 if not fresh and ended:
                     return
                 if not fresh:
-                    self._advance([group])
+                    self.advance([group])
         finally:
-            self._abandon(group)
+            self.abandon(group)
 
-    def _start(self, group: Group) -> None:
+    def start(self, group: Group) -> None:
+        """Queue all of a group."""
         with self._news:
             group.ids = self.engine.add_group(group.request, group.keys)
             for index, request_id in enumerate(group.ids):
@@ -85,7 +97,7 @@ class Runs:
                 group.completions.append(completion)
                 self._running[request_id] = completion
 
-    def _abandon(self, group: Group) -> None:
+    def abandon(self, group: Group) -> None:
         """Abort what an exception or a closed iterator left running.
 
         Without a lock: the garbage collector may close an iterator in any thread.
@@ -96,7 +108,7 @@ class Runs:
             if self._running.pop(request_id, None) is not None:
                 self.engine.abort(request_id)
 
-    def _advance(self, groups: Sequence[Group]) -> None:
+    def advance(self, groups: Sequence[Group]) -> None:
         """A dispatch for everyone, or where another thread is at it, wait for that."""
         with self._news:
             if any(group.num_unshown for group in groups if group in self._streams):
