@@ -21,8 +21,9 @@ from oxidize_jax.checkpoints.saved import is_saved, read_manifest, tokenizer_of
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.warmup import WarmUp
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.functional import Decoder, Leaves, build
+from oxidize_jax.model.functional import Decoder, build
 from oxidize_jax.model.quantize import quantize
+from oxidize_jax.model.storage import Leaves
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.options import (
     Options,
