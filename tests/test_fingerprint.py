@@ -181,7 +181,7 @@ def test_processes_agree_whatever_else_they_have_imported():
         (EngineConfig, "blocks_per_seq", property(lambda self: 1)),
         (hashing, "run_hashes", lambda *_: None),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=["constant", "function", "number of a state", "property", "hash"],
 )
 def test_a_change_to_the_engine_is_seen(monkeypatch, where, name, value):
     before = fingerprint(_CODE_OF_A_RUN)
