@@ -158,7 +158,7 @@ class _Walk:
             self.see("function", value.func)
         elif kind.__module__.partition(".")[0] in _WRAPPED and hasattr(value, "__wrapped__"):
             self.see("wrapped", value.__wrapped__)
-        elif self._is_ours(kind.__module__):
+        elif self._is_ours(kind.__module__) or dataclasses.is_dataclass(value):
             self.see("class", kind)
             self.see("fields", _fields(value))
         elif isinstance(value, _NAMED) or kind.__module__ in _ANNOTATIONS:
