@@ -1,5 +1,6 @@
 """LLM: what goes in and out, and that neighbours, chunks and streams change nothing."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -473,6 +474,28 @@ def test_salts_are_numbered_and_a_forgotten_one_gets_a_new_number():
     numbers = [salts.number({"prompt": "x", "cache_salt": s}) for s in "abacb"]
     assert numbers == [1, 2, 1, 3, 4]
     assert salts.number("x") == salts.number({"prompt": "x"}) == 0
+
+
+def test_two_threads_never_get_the_number_of_one_salt():
+    """It would let one tenant read what the other has in the cache."""
+    salts, late = CacheSalts(), []
+
+    def number(salt):
+        return salts.number({"prompt": "x", "cache_salt": salt})
+
+    other = threading.Thread(target=lambda: late.append(number("b")))
+
+    class Interrupted(collections.OrderedDict):
+        def __setitem__(self, salt, value):
+            super().__setitem__(salt, value)
+            if salt == "a":
+                other.start()
+                other.join(0.2)  # as long as it would take, were it let in
+
+    salts._numbers = Interrupted()
+    first = number("a")
+    other.join()
+    assert [first, *late] == [1, 2]
 
 
 def test_a_trace_of_an_llm_replays_without_the_model(make_llm, tmp_path):
