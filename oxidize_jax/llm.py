@@ -81,13 +81,14 @@ class LLM(Scores, Saves):
         self.tokenizer = started.tokenizer
         self.model_config: ModelConfig = started.model_config
         self.config: EngineConfig = started.config
-        self.engine = Engine(
+        engine = Engine(
             started.config,
             started.decoder,
             started.params,
             check_invariants=chosen.check_invariants,
             recorder=recorder,
         )
+        self._runner = Runner(engine, self.tokenizer)
         self._salts = CacheSalts()
         self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self._progress = progress
@@ -95,12 +96,20 @@ class LLM(Scores, Saves):
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
         vocab_size = self.model_config.vocab_size
         self._eos = tuple(i for i in self.tokenizer.eos_token_ids if i < vocab_size)
-        self._runner = Runner(self.engine, self.tokenizer)
 
     @classmethod
     def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
         """Make an LLM from a TOML preset (see ``configs/``); keyword arguments win."""
         return cls(**{**load_options(path), **overrides})
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Another one may be put in its place while nothing runs."""
+        return self._runner.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._runner.engine = engine
 
     @property
     def num_compiles(self) -> int:
