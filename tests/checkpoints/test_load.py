@@ -193,8 +193,10 @@ def large_checkpoints(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("file", ["sharded", "saved"])
+@pytest.mark.parametrize(
+    ("file", "dtype"),
+    [("sharded", "float32"), ("sharded", "bfloat16"), ("sharded", "int8"), ("saved", "int8")],
+)
 def test_peak_memory_of_a_gigabyte_in_shards(gigabyte: Path, tmp_path, file, dtype):
     """The parameters once, and of a saved model nothing more either."""
     path = gigabyte
