@@ -56,11 +56,11 @@ Run = Callable[[dict[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 
 def parameters(config: ModelConfig, dtype: str) -> dict[str, jax.Array]:
-    """The router and the experts of all layers."""
+    """Of all layers; beside the experts and the router they are small."""
     rng = np.random.default_rng(0)
     params: dict[str, jax.Array] = {}
     for name, shape in parameter_shapes(config).items():
-        if not name.startswith(("layers.experts.", "layers.router.")):
+        if not name.startswith("layers."):
             continue
         values = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         keeps = dtype != "bfloat16" or stays_float32(name)

@@ -30,7 +30,8 @@ PROMPT, HISTORY = 512, 1024
 
 LINES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "greedy, 5 logprobs": {"want_logprobs": True},
+    "greedy, rank (logprobs=0)": {"num_logprobs": 0},
+    "greedy, 5 logprobs": {"num_logprobs": 5},
     "temperature": {"temperature": 0.8},
     "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
     "top_k 50": {"temperature": 0.8, "top_k": 50},
@@ -49,7 +50,7 @@ LINES: dict[str, dict[str, Any]] = {
     "one row with penalties": {"repetition_penalty": 1.1, "rows": 1},
     "everything": {
         "temperature": 0.8, "min_p": 0.05, "top_k": 50, "top_p": 0.9, "typical_p": 0.9,
-        "suppress_ids": 7, "listed": True, "masked": True, "want_logprobs": True,
+        "suppress_ids": 7, "listed": True, "masked": True, "num_logprobs": 5,
         "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
     },
 }  # fmt: skip
@@ -86,7 +87,7 @@ def parameters(rows: int, wants: dict[str, Any]) -> SamplingArrays:
         key=jnp.stack([jnp.arange(rows, dtype=jnp.uint32)] * 2, axis=1),
         token_index=jnp.full((rows,), HISTORY - PROMPT, jnp.int32),
         edits=edits,
-        want_logprobs=field("want_logprobs", False, bool),
+        num_logprobs=field("num_logprobs", -1, np.int32),
     )
     assert not wants, wants
     return params

@@ -329,7 +329,7 @@ def _requests(
         salt=same(0),
         use_cache=same(True, jnp.bool_),
         fork_of=jnp.where(slot % n == 0, slots, slot - slot % n),
-        want_logprobs=same(config.num_logprobs > 0, jnp.bool_),
+        num_logprobs=same(config.num_logprobs or -1),
     )
 
 

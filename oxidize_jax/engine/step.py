@@ -278,7 +278,7 @@ def sampling_arrays(state: SchedulerState, sample_rows: jax.Array) -> SamplingAr
             presence_penalty=of(requests.presence_penalty),
             frequency_penalty=of(requests.frequency_penalty),
         ),
-        want_logprobs=of(requests.want_logprobs, False),
+        num_logprobs=of(requests.num_logprobs, -1),
     )
 
 

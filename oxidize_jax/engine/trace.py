@@ -40,7 +40,7 @@ class Submit(RequestOptions):
     stop_ids: tuple[int, ...] = ()
     """``~id`` of one that is only held back, as on the device."""
     fork_of: int | None = None
-    want_logprobs: bool = False
+    num_logprobs: int = -1
     pause_after: int = NEVER
     output: tuple[int, ...] = ()
 
@@ -172,7 +172,7 @@ def _scripted(event: Event, index: int, outputs: Mapping[tuple[int, int], list[i
 
 _SCALARS = ("max_new_tokens", "min_new_tokens", "arrival", "priority", "temperature", "top_k",
             "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "salt", "use_cache", "want_logprobs", "pause_after")  # fmt: skip
+            "frequency_penalty", "salt", "use_cache", "num_logprobs", "pause_after")  # fmt: skip
 
 
 def submit_event(config: EngineConfig, slot: int, new: NewRequest) -> Submit:

@@ -60,7 +60,7 @@ class Limits:
             "banned_token_ids": _many(token),
             "salt": count,
             "use_cache": _flag,
-            "want_logprobs": _flag,
+            "num_logprobs": whole(-1, 2**31),
             "fork_of": _optional(slot),
             "secret": word,
             "max_steps": positive,

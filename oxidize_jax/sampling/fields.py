@@ -46,8 +46,8 @@ class SamplingFields:
     """bool[...]"""
     key: jax.Array
     """u32[..., 2]: threefry key data; folded with the index of each generated token."""
-    want_logprobs: jax.Array
-    """bool[...]: report the likeliest tokens too."""
+    num_logprobs: jax.Array
+    """i32[...]: likeliest tokens to report; 0: the rank of the drawn token alone; -1: neither"""
 
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
@@ -73,5 +73,5 @@ def plain_sampling(config: EngineConfig) -> dict[str, Any]:
         "token_mask": np.zeros((config.token_mask_words,), np.uint32),
         "has_mask": np.zeros((), np.bool_),
         "key": np.zeros((2,), np.uint32),
-        "want_logprobs": np.zeros((), np.bool_),
+        "num_logprobs": np.full((), -1, np.int32),
     }

@@ -68,8 +68,8 @@ class SamplingArrays:
     """i32[C]: how many tokens the request has drawn"""
     edits: Edits
     """What changes the logits first."""
-    want_logprobs: jax.Array
-    """bool[C]: fill ``top_ids``, ``top_logprobs`` and ``ranks``"""
+    num_logprobs: jax.Array
+    """i32[C]; 0 and more: fill ``ranks``; above 0: all P of ``top_ids`` and ``top_logprobs`` too"""
 
 
 @state
@@ -95,7 +95,7 @@ def sample(
     """Draw a token for every row of ``logits f32[C, V]``.
 
     ``num_top_logprobs`` is P, fixed at trace time. What no row asks for is skipped when the
-    program runs: each edit, noise, each filter, alternatives. A row of which every token is
+    program runs: each edit, noise, each filter, alternatives, ranks. A row of which every token is
     banned gets token 0.
     """
     hot = arrays.temperature >= GREEDY_BELOW
@@ -106,8 +106,11 @@ def sample(
     )
     normalizer = _logsumexp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    top = _alternatives(logits, normalizer, tokens, chosen, arrays.want_logprobs, num_top_logprobs)
-    return SampleOutput(tokens, chosen - normalizer, *top)
+    top_ids, top_logprobs = _alternatives(
+        logits, normalizer, arrays.num_logprobs > 0, num_top_logprobs
+    )
+    ranks = _ranks(logits, tokens, chosen, arrays.num_logprobs >= 0)
+    return SampleOutput(tokens, chosen - normalizer, top_ids, top_logprobs, ranks)
 
 
 def _changes(edits: Edits, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -204,40 +207,39 @@ def _slices(x: jax.Array) -> list[jax.Array]:
 
 
 def _alternatives(
-    logits: jax.Array,
-    normalizer: jax.Array,
-    tokens: jax.Array,
-    chosen: jax.Array,
-    wanted: jax.Array,
-    size: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``(ids i32[C, P], logprobs f32[C, P], rank of the token i32[C])``, zeros where not
-    ``wanted bool[C]``. ``chosen f32[C]`` are the logits of ``tokens i32[C]``."""
+    logits: jax.Array, normalizer: jax.Array, wanted: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """``(ids i32[C, P], logprobs f32[C, P])``, zeros where not ``wanted bool[C]``."""
     rows = wanted[:, None]
     present = min(size, logits.shape[1])
     padding = ((0, 0), (0, size - present))
 
-    def find() -> tuple[jax.Array, jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits, present)  # of 0 too: the rank is there without
+    def find() -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(logits, present)
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
         logprobs = jnp.where(rows, values - normalizer[:, None], 0)
-        rank = jnp.where(wanted, _rank(logits, tokens, chosen), 0)
-        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs, rank
+        return jnp.where(rows, jnp.pad(ids, padding), 0), logprobs
 
-    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def skip() -> tuple[jax.Array, jax.Array]:
         shape = (logits.shape[0], size)
-        none = jnp.zeros(shape, jnp.int32)
-        return none, jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:1], jnp.int32)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    return lax.cond(jnp.any(wanted), find, skip)
+    return lax.cond(jnp.any(wanted), find, skip) if size else skip()
 
 
-def _rank(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
-    """``i32[C]``: how likely each token is, 1 for the likeliest; among equals by id.
+def _ranks(logits: jax.Array, tokens: jax.Array, chosen: jax.Array, wanted: jax.Array) -> jax.Array:
+    """``i32[C]``: how likely each token is, 1 for the likeliest; among equals by id; 0 where not
+    ``wanted bool[C]``. ``chosen f32[C]`` are the logits of ``tokens i32[C]``."""
+    return lax.cond(
+        jnp.any(wanted),
+        lambda: jnp.where(wanted, _counted(logits, tokens, chosen), 0),
+        lambda: jnp.zeros_like(tokens),
+    )
 
-    Counted in whole vectors: XLA:CPU adds up truth values one at a time (8 ms against 0.5 for 64
-    rows of 49,152).
-    """
+
+def _counted(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
+    """``i32[C]``: the ranks, counted in whole vectors: XLA:CPU adds up truth values one at a time
+    (8 ms against 0.5 for 64 rows of 49,152)."""
     best, last = chosen[:, None], tokens[:, None]
     slices = _slices(logits)
     lane = jnp.arange(slices[0].shape[1], dtype=jnp.int32)

@@ -155,9 +155,9 @@ def _append(state: SchedulerState, sample_rows: jax.Array, sampled: SampleOutput
         stopped, STOPPED, jnp.where(count >= of(requests.max_tokens), LENGTH, NOT_FINISHED)
     )
     done = jnp.where(reason != NOT_FINISHED, request, none)
-    wants = jnp.where(
-        requests.want_logprobs.at[request].get(mode="fill", fill_value=False), request, none
-    )
+    num_logprobs = requests.num_logprobs.at[request].get(mode="fill", fill_value=-1)
+    ranked = jnp.where(num_logprobs >= 0, request, none)
+    wants = jnp.where(num_logprobs > 0, request, none)
     return replace(
         state,
         requests=replace(
@@ -168,7 +168,7 @@ def _append(state: SchedulerState, sample_rows: jax.Array, sampled: SampleOutput
             top_logprobs=requests.top_logprobs.at[wants, place].set(
                 sampled.top_logprobs, mode="drop"
             ),
-            ranks=requests.ranks.at[wants, place].set(sampled.ranks, mode="drop"),
+            ranks=requests.ranks.at[ranked, place].set(sampled.ranks, mode="drop"),
             num_tokens=requests.num_tokens.at[request].add(1, mode="drop"),
             status=requests.status.at[done].set(FINISHED, mode="drop"),
             finish_reason=requests.finish_reason.at[request].set(reason, mode="drop"),

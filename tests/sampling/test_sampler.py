@@ -312,7 +312,7 @@ def test_logprobs_are_of_the_raw_logits():
         temperature=[0, 2.0, 0.5],
         top_k=[0, 2, 3],
         suppress_ids=np.array([[best, 20], [20, 20], [20, 20]]),
-        want_logprobs=[True, False, True],
+        num_logprobs=[4, -1, 2],
     )
     out = draw(logits, params, 4)
     log_softmax = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -332,17 +332,30 @@ def test_logprobs_are_of_the_raw_logits():
 def test_a_rank_is_of_the_whole_vocabulary_and_goes_by_id_among_equals():
     logits = np.array([5.0, 1.0, 3.0, 3.0, 3.0, 9.0, -1.0, -np.inf], np.float32)
     ranks = {5: 1, 0: 2, 2: 3, 3: 4, 4: 5, 1: 6, 6: 7}
-    wishes = [{"allowed": [token], "want_logprobs": True} for token in ranks]
+    wishes = [{"allowed": [token], "num_logprobs": 2} for token in ranks]
     out = run(np.tile(logits, (len(ranks), 1)), *from_requests(wishes, logits.size), 2)
     assert out.tokens.tolist() == list(ranks)
     assert out.ranks.tolist() == list(ranks.values())
     assert out.top_ids.tolist() == [[5, 0]] * len(ranks)
 
 
+def test_a_rank_alone_brings_no_alternatives():
+    logits = np.random.default_rng(5).normal(size=(3, 20)).astype(np.float32)
+    params = arrays(3, num_logprobs=[0, -1, 0])
+    alone, beside = draw(logits, params, 4), draw(logits, arrays(3, num_logprobs=[0, 1, 0]), 4)
+    tokens = np.asarray(alone.tokens)
+    rank = [1 + np.sum(row > row[token]) for row, token in zip(logits, tokens, strict=True)]
+    assert alone.ranks.tolist() == [rank[0], 0, rank[2]]
+    assert beside.ranks.tolist() == rank
+    assert not np.asarray(alone.top_ids).any()
+    assert not np.asarray(alone.top_logprobs).any()
+    assert np.asarray(beside.top_logprobs).any(axis=1).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("size", [0, 5, 6])
 def test_sm09_more_alternatives_than_the_vocabulary(size):
     logits = jnp.array([[0.0, 2.0, 1.0, -1.0, 0.5]], jnp.float32)
-    out = run(logits, arrays(1, want_logprobs=True), NONE, size)
+    out = run(logits, arrays(1, num_logprobs=size), NONE, size)
     assert out.top_ids.shape == out.top_logprobs.shape == (1, size)
     np.testing.assert_array_equal(out.top_ids[0, :5], [1, 2, 4, 0, 3][:size])
     assert (np.asarray(out.top_logprobs[0, 5:]) == -np.inf).all()
@@ -352,7 +365,7 @@ def test_sm09_more_alternatives_than_the_vocabulary(size):
 def test_padding_rows_change_nothing_and_stay_finite():
     logits = np.random.default_rng(6).normal(size=(4, 30)).astype(np.float32)
     live = arrays(2, temperature=1.0, top_k=5)
-    padding = arrays(2, temperature=0, top_p=0, top_k=0, key=np.zeros(2), want_logprobs=False)
+    padding = arrays(2, temperature=0, top_p=0, top_k=0, key=np.zeros(2))
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), live, padding)
     out, alone = draw(logits, both, 3), draw(logits[:2], live, 3)
     np.testing.assert_array_equal(out.tokens[:2], alone.tokens)
@@ -391,14 +404,14 @@ def test_one_program_serves_every_mix_of_options():
     step = jax.jit(counted)
     logits = jnp.zeros((2, 9))
     base = arrays(2)
-    for temperature, top_k, wanted in ((0, 0, False), (1, 3, True), (0.5, 9, False)):
+    for temperature, top_k, wanted in ((0, 0, -1), (1, 3, 2), (0.5, 9, 0)):
         step(
             logits,
             replace(
                 base,
                 temperature=jnp.full((2,), temperature, jnp.float32),
                 top_k=jnp.full((2,), top_k, jnp.int32),
-                want_logprobs=jnp.full((2,), wanted),
+                num_logprobs=jnp.full((2,), wanted, jnp.int32),
             ),
         )
     assert traced == 1

@@ -106,11 +106,12 @@ def test_the_buffer_ends_at_max_model_len(hand):
     assert hand.of("num_tokens")[0] == 24
 
 
-def test_logprobs_are_kept_and_alternatives_only_where_wanted(make_hand):
+@pytest.mark.parametrize(("wanted", "rank"), [(-1, 0), (0, 7)])
+def test_logprobs_are_kept_and_ranks_and_alternatives_only_where_wanted(make_hand, wanted, rank):
     hand = make_hand(max_logprobs=2)
     hand.seat(([1] * 3, 2, 1), ([2] * 2, 1, 1))
     hand.edit(
-        requests={"want_logprobs": np.array([False, True] + [False] * 4)},
+        requests={"num_logprobs": np.array([wanted, 2] + [-1] * 4, np.int32)},
         plan={"num_scheduled": np.array([1, 1, 0], np.int32)},
     )
     sampled = SampleOutput(
@@ -128,5 +129,5 @@ def test_logprobs_are_kept_and_alternatives_only_where_wanted(make_hand):
     assert requests.top_logprobs[1, 2].tolist() == [-1.0, -1.5]
     assert requests.ranks[1].tolist() == [0, 0, 1] + [0] * (requests.ranks.shape[1] - 3)
     assert not requests.top_ids[0].any()
-    assert not requests.ranks[0].any()
+    assert requests.ranks[0].tolist() == [0, 0, 0, rank] + [0] * (requests.ranks.shape[1] - 4)
     assert np.count_nonzero(requests.logprobs) == 2

@@ -32,7 +32,7 @@ _ARRAYS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "min_p": (np.float32, 0.0, ()),
     "typical_p": (np.float32, 1.0, ()),
     "token_index": (np.int32, 0, ()),
-    "want_logprobs": (bool, False, ()),
+    "num_logprobs": (np.int32, -1, ()),
 }
 
 
