@@ -41,8 +41,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS,
+                        help="live tokens a row, at most 4,096; none: capacity alone")  # fmt: skip
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.contexts and not LIVE <= min(args.contexts) <= max(args.contexts) <= max(CONTEXTS):
+        parser.error(f"--contexts: from {LIVE} to {max(CONTEXTS)}")
     small, large = (make_engine(args, capacity) for capacity in (SMALL, LARGE))
     for engine in (small, large):
         step_times(engine, args.rows, LIVE)
@@ -50,9 +54,9 @@ def main() -> int:
     for _ in range(args.rounds):
         by_capacity[SMALL] += step_times(small, args.rows, LIVE)
         by_capacity[LARGE] += step_times(large, args.rows, LIVE)
-    by_context: dict[int, list[float]] = {context: [] for context in CONTEXTS}
+    by_context: dict[int, list[float]] = {context: [] for context in args.contexts}
     for _ in range(args.rounds):
-        for context in CONTEXTS:
+        for context in args.contexts:
             by_context[context] += step_times(large, args.rows, context)
     result = report(args.rows, by_capacity, by_context)
     if args.json:
@@ -107,11 +111,13 @@ def report(
     for size, time_ in capacity.items():
         print(f"  {size:6,d}  {time_:7.1f}")
     print(f"  ratio {ratio:.3f}, at most {BOUND}")
+    if not context:
+        return {"rows": rows, "capacity": capacity, "capacity_ratio": ratio}
     print("live tokens a row, milliseconds a step, and for each 1,000 tokens above the first:")
-    first = context[CONTEXTS[0]]
+    least = min(context)
     for size, time_ in context.items():
-        more = rows * (size - CONTEXTS[0]) / 1000
-        print(f"  {size:6,d}  {time_:7.1f}  {(time_ - first) / more if more else 0:7.2f}")
+        more = rows * (size - least) / 1000
+        print(f"  {size:6,d}  {time_:7.1f}  {(time_ - context[least]) / more if more else 0:7.2f}")
     return {"rows": rows, "capacity": capacity, "capacity_ratio": ratio, "context": context}
 
 
