@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,7 @@ def formulations(config: ModelConfig, quantized: bool) -> dict[str, Run]:
         mine = {}
         for name, leaf in params.items():
             whole = platform == "cpu" and ".experts." in name
-            mine[name.removeprefix("layers.")] = (
-                stored(name, leaf, platform) if whole else leaf[layer]
-            )
+            mine[name.removeprefix("layers.")] = leaf if whole else leaf[layer]
         return merge(graph, mine)
 
     def on(platform: str) -> Run:
@@ -110,21 +109,28 @@ def formulations(config: ModelConfig, quantized: bool) -> dict[str, Run]:
 
 def compiled(config: ModelConfig, dtype: str, tokens: int) -> dict[str, Callable[[], Any]]:
     """Programs that run through the layers, ready to be called."""
-    params = parameters(config, dtype)
+    as_made = parameters(config, dtype)
+    # Before the program: within it, XLA would make float32 of all that it cuts from.
+    on_cpu = {name: stored(name, leaf, "cpu") for name, leaf in as_made.items()}
     h = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, 1024), np.float32))
     options = COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
     calls = {}
     usual = experts._TILE_BYTES
     for name, run in formulations(config, dtype == "int8").items():
+        params = as_made if name == "grouped" else on_cpu
 
         def layers(params: dict[str, jax.Array], h: jax.Array, run: Run = run) -> jax.Array:
             return lax.fori_loop(0, LAYERS, lambda i, x: x + run(params, x, i), h)
 
         experts._TILE_BYTES = 2**40 if name == "whole" else usual
         program = jax.jit(layers, compiler_options=options).lower(params, h).compile()
-        calls[name] = lambda program=program: program(params, h).block_until_ready()
+        calls[name] = partial(_call, program, params, h)
     experts._TILE_BYTES = usual
     return calls
+
+
+def _call(program: Callable[..., jax.Array], *arguments: Any) -> None:
+    program(*arguments).block_until_ready()
 
 
 def measure(calls: dict[str, Callable[[], Any]], repeat: int) -> dict[str, float]:
