@@ -223,6 +223,22 @@ class LLM(Scores):
         ids = self.tokenizer.apply_chat_template(messages, **template_options)
         return {"prompt_token_ids": ids, "cache_salt": cache_salt}
 
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Group]:
+        """Check and encode prompts as :meth:`generate` does, for a server that runs them itself.
+
+        Raises ValueError for what cannot run; a group has no ``prompt_logprobs``.
+        """
+        return self._groups(as_prompts(prompts), sampling_params)
+
+    @property
+    def runner(self) -> Runner:
+        """What brings the groups of all callers through the engine."""
+        return self._runner
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV: call it when the parameters have changed.
 

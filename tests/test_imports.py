@@ -28,7 +28,7 @@ LAYERS = [
     {"beam_search", "completion", "startup"},
     {"runner", "llm_scores"},
     {"llm"},
-    {"bench"},
+    {"bench", "serve"},
     {"cli"},
     {"__init__", "__main__"},
 ]
