@@ -146,17 +146,18 @@ def _serve(
     from oxidize_jax.executables import enable_executables
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
-    from oxidize_jax.serve.app import make_server
+    from oxidize_jax.serve.app import create_app, make_server
 
     enable_executables()
     announce_fetch(options.get("model", Options.model), status)
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)
     status.clear()
-    server = make_server(llm, settings)
+    app = create_app(llm, settings)
+    server = make_server(app)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    status.note(f"serving {server.config.app.state.service.model_name} at http://{shown}:{port}")
+    status.note(f"serving {app.state.service.model_name} at http://{shown}:{port}")
     with _drains():
         server.run(sockets=[sock])
     if not server.started:

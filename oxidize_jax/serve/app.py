@@ -79,10 +79,11 @@ def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     return app
 
 
-def make_server(llm: LLM, settings: ServeSettings) -> uvicorn.Server:
-    """A uvicorn server for ``llm``. On SIGTERM it takes nothing new and finishes what it has."""
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """A uvicorn server for what :func:`create_app` made. On SIGTERM it takes nothing new and finishes what it has."""
+    settings: ServeSettings = app.state.service.settings
     config = uvicorn.Config(
-        create_app(llm, settings),
+        app,
         host=settings.host,
         port=settings.port,
         loop="asyncio",

@@ -22,7 +22,6 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from oxidize_jax.engine.engine import STEPS_PER_DISPATCH
 from oxidize_jax.llm import LLM
 from oxidize_jax.outputs import StreamDelta
 from oxidize_jax.runner import Turn
@@ -170,7 +169,7 @@ class EngineThread:
 
     def _turn(self) -> None:
         streams = any(job.stream and not job.cancelled for job in self._live)
-        steps = 1 if streams else min(self._settings.steps_per_dispatch, STEPS_PER_DISPATCH)
+        steps = 1 if streams else self._settings.steps_per_dispatch
         turn = self._runner.turn(steps)
         self._note(turn)
         news = [job for job in self._live if self._update(job, turn)]

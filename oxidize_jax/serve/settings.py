@@ -6,10 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
-from oxidize_jax.engine.engine import STEPS_PER_DISPATCH
 from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.params import MAX_N, MAX_STOP_STRINGS
 
+MAX_STEPS = 16
+"""The engine's ``STEPS_PER_DISPATCH``; not imported, for that imports jax. A test compares them."""
 _INT32_MAX = 2**31 - 1
 _LONGEST = 7 * 24 * 3600.0
 
@@ -81,7 +82,7 @@ _WHOLE = {
     "max_n": (1, MAX_N),
     "max_stop": (0, MAX_STOP_STRINGS),
     "max_connections": (1, 1_000_000),
-    "steps_per_dispatch": (1, STEPS_PER_DISPATCH),
+    "steps_per_dispatch": (1, MAX_STEPS),
 }
 
 
