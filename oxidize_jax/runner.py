@@ -148,14 +148,10 @@ class Runner:
         Unlike :meth:`advance` it raises nothing for what fails. A failed step loses what was on
         the device; where the text of one request cannot be made, that one alone is lost.
         """
-        error: Exception | None = None
-        updates: list[RequestUpdate] = []
-        with self._engine_lock:
-            try:
-                updates = self.engine.step(max_steps)
-            except Exception as failure:
-                error = failure
-            stats = self.engine.step_stats if error is None else ()
+        self._engine_lock.acquire()
+        try:
+            error, updates = self._step(max_steps)
+            steps = self.engine.step_stats if error is None else ()
             with self._news:
                 for update in updates:
                     try:
@@ -165,10 +161,19 @@ class Runner:
                         self.engine.abort(update.request_id)
                         self._lost.add(update.request_id)
                 self._lost.update(i for i in list(self._running) if not self.engine.has(i))
-                self._news.notify_all()
                 lost = frozenset(self._lost)
-        progressed = bool(updates) or any(step.scheduled_tokens for step in stats)
+        finally:
+            with self._news:
+                self._engine_lock.release()
+                self._news.notify_all()
+        progressed = bool(updates) or any(step.scheduled_tokens for step in steps)
         return Turn(error, progressed, lost)
+
+    def _step(self, max_steps: int) -> tuple[Exception | None, list[RequestUpdate]]:
+        try:
+            return None, self.engine.step(max_steps)
+        except Exception as error:
+            return error, []
 
     def take(self, groups: Sequence[Group]) -> list[tuple[int, StreamDelta]]:
         """What is new of ``groups`` since it was last taken, with the place of its group."""

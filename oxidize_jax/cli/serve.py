@@ -83,9 +83,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         help="the key that clients must send is in this environment variable",
     )
     for name, (convert, metavar, text) in _SERVER.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help=text
-        )
+        group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
     add_engine_options(parser)
 
 
@@ -176,4 +174,4 @@ def _drains() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-        signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)

@@ -80,7 +80,10 @@ def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """A uvicorn server for what :func:`create_app` made. On SIGTERM it takes nothing new and finishes what it has."""
+    """A uvicorn server for what :func:`create_app` made.
+
+    On SIGTERM it takes nothing new, and lets what runs end for ``drain_timeout_s``.
+    """
     settings: ServeSettings = app.state.service.settings
     config = uvicorn.Config(
         app,

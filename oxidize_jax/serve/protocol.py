@@ -186,9 +186,7 @@ class ChatRequest(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true.", param="top_logprobs")
         wanted = (self.top_logprobs or 0) if self.logprobs else None
-        return self.checked_params(
-            settings, max_tokens=min(limits, default=None), logprobs=wanted
-        )
+        return self.checked_params(settings, max_tokens=min(limits, default=None), logprobs=wanted)
 
 
 class EmbeddingRequest(_Strict):

@@ -6,7 +6,7 @@ import threading
 
 import openai
 import pytest
-from conftest import eventually, serving
+from serving import eventually, serving
 
 from oxidize_jax import SamplingParams
 from oxidize_jax.completion import Completion
@@ -41,19 +41,20 @@ def test_a_failed_step_fails_what_was_on_the_device_and_no_more(llm, served, mon
 
 
 def test_a_stream_is_told_of_a_failed_step(llm, served, monkeypatch):
+    run, calls = programs.run, []
+
+    def fail_later(*args):
+        calls.append(1)
+        if len(calls) == 8:
+            raise RuntimeError("injected")
+        return run(*args)
+
+    monkeypatch.setattr(programs, "run", fail_later)
     with served.client() as client:
         stream = client.completions.create(
             model="tiny", prompt="a", max_tokens=60, seed=3, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
-        next(stream)
-        run = programs.run
-
-        def fail(*args):
-            monkeypatch.setattr(programs, "run", run)
-            raise RuntimeError("injected")
-
-        monkeypatch.setattr(programs, "run", fail)
         with pytest.raises(openai.APIError, match="send it again"):
             list(stream)
         assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices

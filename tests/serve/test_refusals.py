@@ -8,7 +8,7 @@ import socket
 
 import openai
 import pytest
-from conftest import serving
+from serving import serving
 
 from oxidize_jax.engine.engine import STEPS_PER_DISPATCH
 from oxidize_jax.serve.settings import MAX_STEPS, ServeSettings
@@ -42,7 +42,9 @@ def test_sv01_a_chat_with_empty_messages(http):
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize(("limit", "status"), [(0, 400), (-1, 400), (10**12, 400), (1, 200), (None, 200)])
+@pytest.mark.parametrize(
+    ("limit", "status"), [(0, 400), (-1, 400), (10**12, 400), (1, 200), (None, 200)]
+)
 def test_sv02_token_limits(http, limit, status):
     body = {"prompt": "ab", "max_tokens": limit, "temperature": 0, "ignore_eos": True}
     response = http.post(PATH, json=body)
@@ -225,7 +227,10 @@ def test_an_api_key(llm):
     with serving(llm, api_key="k1") as served:
         with served.client(api_key="k1") as good:
             assert good.completions.create(model="tiny", prompt="a", max_tokens=1).choices
-        with served.client(api_key="k2") as bad, pytest.raises(openai.AuthenticationError) as caught:
+        with (
+            served.client(api_key="k2") as bad,
+            pytest.raises(openai.AuthenticationError) as caught,
+        ):
             bad.completions.create(model="tiny", prompt="a")
         assert caught.value.code == "invalid_api_key"
         with served.http() as http:

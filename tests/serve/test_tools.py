@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import SIZES, serving
+from serving import SIZES, serving
 from tiny_model import write_tiny_model
 
 from oxidize_jax import LLM
