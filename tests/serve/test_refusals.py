@@ -216,11 +216,13 @@ def test_a_long_body_is_refused_while_it_is_read(llm):
 
 
 def test_a_body_that_does_not_come(llm):
-    with serving(llm, body_timeout_s=0.2) as served:
-        with socket.create_connection(served.address, timeout=30) as sock:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            sock.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
-            assert sock.recv(100).startswith(b"HTTP/1.1 408")
+    with (
+        serving(llm, body_timeout_s=0.2) as served,
+        socket.create_connection(served.address, timeout=30) as sock,
+    ):
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_an_api_key(llm):
