@@ -50,6 +50,7 @@ class EngineThread:
         self._live: list[Job] = []
         self._reserved = 0
         self._stopping = False
+        self._settled = True
         self._progress_at = now()
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,6 +70,11 @@ class EngineThread:
     def num_reserved(self) -> int:
         """Sequences that have a place: waiting, running or being encoded."""
         return self._reserved
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is reserved, waits or runs, and the device has let the last rows go."""
+        return self._reserved == 0 and self._commands.empty() and self._settled
 
     def reserve(self, count: int) -> None:
         """Take ``count`` places. Raises ApiError: 429 if the queue is full, 503 when stopping."""
@@ -157,6 +163,7 @@ class EngineThread:
     def _begin(self, job: Job) -> None:
         if not self._live:
             self._progress_at = now()
+        self._settled = False
         self._live.append(job)
         try:
             for group in job.groups:
@@ -254,6 +261,7 @@ class EngineThread:
             _log.error("the engine could not be cleaned", exc_info=turn.error)
         for gauge in (self._metrics.running, self._metrics.waiting, self._metrics.kv_usage):
             gauge.set(0)
+        self._settled = True
 
     def _fail_all(self, error: Exception) -> None:
         jobs, self._live = self._live, []

@@ -56,8 +56,7 @@ class Served:
         return host, int(port)
 
     def is_idle(self):
-        thread = self.service.thread
-        return thread.num_reserved == 0 and not thread._live and thread._commands.empty()
+        return self.service.thread.is_idle
 
 
 @contextlib.contextmanager
