@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
-from serving import SIZES, serving
-from tiny_model import write_tiny_model
 
-from oxidize_jax import LLM
 from oxidize_jax.serve.errors import ApiError
 from oxidize_jax.serve.tools import check_tools, read_tool_calls, with_tool_calls
 
@@ -80,31 +78,28 @@ def test_earlier_calls_go_to_the_template_as_objects():
         with_tool_calls([message])
 
 
-def test_a_model_that_calls_a_tool(tmp_path):
+def test_a_model_that_calls_a_tool(llm, served, client, monkeypatch):
     """A grammar has it write the call that a trained model would."""
-    folder = write_tiny_model(tmp_path / "tiny")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": TEMPLATE})
-    )
-    llm = LLM(folder, **{**SIZES, "max_model_len": 128})
-    with serving(llm) as served, served.client() as client:
-        asked = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "hi"}],
-            "tools": [TOOL],
-            "extra_body": {"structured_outputs": {"choice": [CALL]}},
-        }
-        got = client.chat.completions.create(**asked)
-        (call,) = got.choices[0].message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"x": 1})
-        assert got.choices[0].finish_reason == "tool_calls"
-        assert got.choices[0].message.content is None
-        chunks = list(client.chat.completions.create(**asked, stream=True))
-        (delta,) = [c.choices[0].delta for c in chunks if c.choices[0].delta.tool_calls]
-        assert delta.tool_calls[0].function.name == "f"
-        assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        assert not any(c.choices[0].delta.content for c in chunks)
-        plain = client.chat.completions.create(**asked, tool_choice="none")
-        assert plain.choices[0].message.content == CALL
-        assert plain.usage.prompt_tokens < got.usage.prompt_tokens
+    tokenizer = dataclasses.replace(llm.tokenizer, chat_template=TEMPLATE)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
+    call = '<tool_call>{"name":"f"}</tool_call>'
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [TOOL],
+        "extra_body": {"structured_outputs": {"choice": [call]}},
+    }
+    got = client.chat.completions.create(**asked)
+    (made,) = got.choices[0].message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("f", "{}")
+    assert got.choices[0].finish_reason == "tool_calls"
+    assert got.choices[0].message.content is None
+    chunks = list(client.chat.completions.create(**asked, stream=True, logprobs=True))
+    (choice,) = [c.choices[0] for c in chunks if c.choices[0].delta.tool_calls]
+    assert choice.delta.tool_calls[0].function.name == "f"
+    assert choice.finish_reason == "tool_calls"
+    assert "".join(c.token for c in choice.logprobs.content).startswith(call)
+    assert not any(c.choices[0].delta.content for c in chunks)
+    plain = client.chat.completions.create(**asked, tool_choice="none")
+    assert plain.choices[0].message.content == call
+    assert plain.usage.prompt_tokens < got.usage.prompt_tokens

@@ -28,7 +28,7 @@ SIZES = {
 }
 
 
-def eventually(condition, seconds=60.0):
+def eventually(condition, seconds=300.0):
     """Wait until ``condition()``; for what another thread does soon."""
     end = time.monotonic() + seconds
     while not condition():
@@ -44,11 +44,11 @@ class Served:
     service: Service
 
     def client(self, **options):
-        options = {"api_key": "none", "max_retries": 0, "timeout": 120, **options}
+        options = {"api_key": "none", "max_retries": 0, "timeout": 600, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def http(self, **options):
-        return httpx.Client(base_url=self.url, timeout=120, **options)
+        return httpx.Client(base_url=self.url, timeout=600, **options)
 
     @property
     def address(self):
