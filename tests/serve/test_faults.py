@@ -87,9 +87,12 @@ def test_a_text_that_cannot_be_made_fails_alone(llm, served, monkeypatch):
 def test_health_tells_of_a_stall_and_of_its_end(llm, gate):
     with serving(llm, stall_s=0.2) as served, served.http() as http:
         gate.clear()
-        thread = threading.Thread(
-            target=lambda: served.http().post(PATH, json={"prompt": "a", "max_tokens": 3})
-        )
+
+        def ask():
+            with served.http() as other:
+                other.post(PATH, json={"prompt": "a", "max_tokens": 3})
+
+        thread = threading.Thread(target=ask)
         thread.start()
         eventually(lambda: http.get("/health").status_code == 503)
         assert "no progress" in http.get("/health").json()["reason"]
