@@ -115,7 +115,7 @@ class _Chat:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         logprobs = self._logprobs(delta.token_ids, delta.logprobs)
-        text, calls = delta.text, []
+        text, calls = delta.text, list[dict[str, Any]]()
         if self._tools is not None:
             held = self._held.setdefault(delta.index, _Held())
             held.text += text

@@ -47,7 +47,8 @@ async def embeddings(service: Service, request: Request) -> Response:
     given = several(asked.input, "input", settings.max_prompts)
 
     def encode() -> list[Prompt]:
-        tokenizer, encoded = service.llm.tokenizer, []
+        tokenizer = service.llm.tokenizer
+        encoded: list[Prompt] = []
         for text in given:
             ids = tokenizer.encode(text) if isinstance(text, str) else text
             if not ids:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.sampling.structured import StructuredOutputsParams
+from oxidize_jax.sampling.structured import StructuredOutputsParams, as_structured_outputs
 from oxidize_jax.serve.errors import ApiError, bad_request
 from oxidize_jax.serve.settings import ServeSettings
 
@@ -110,10 +110,10 @@ class Generation(_Strict):
         except ValueError as error:
             raise bad_request(error) from None
 
-    def _structured(self) -> StructuredOutputsParams | dict[str, Any] | None:
+    def _structured(self) -> StructuredOutputsParams | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
-            return self.structured_outputs
+            return as_structured_outputs(self.structured_outputs)
         if self.structured_outputs is not None:
             raise ValueError("structured_outputs: give it or response_format, not both.")
         if wanted.type == "json_object":
