@@ -67,20 +67,22 @@ def test_a_stream_of_completions(llm, client, n):
         stream_options={"include_usage": True},
     )  # fmt: skip
     texts, reasons, usages = [""] * n, [None] * n, []
-    tokens = [0] * n
+    offsets, spelt = [[] for _ in range(n)], [[] for _ in range(n)]
     for chunk in stream:
         if chunk.usage is not None:
             usages.append(chunk.usage)
         for choice in chunk.choices:
             assert reasons[choice.index] is None, "nothing comes after the reason"
-            assert choice.logprobs.text_offset[:1] <= [10_000]
+            offsets[choice.index] += choice.logprobs.text_offset
+            spelt[choice.index] += choice.logprobs.tokens
             texts[choice.index] += choice.text
-            tokens[choice.index] += len(choice.logprobs.tokens)
             reasons[choice.index] = choice.finish_reason
     want = solo(llm, "abc", max_tokens=12, seed=3, n=n)
     assert texts == [o.text for o in want.outputs]
     assert reasons == [o.finish_reason for o in want.outputs]
-    assert tokens == [len(o.token_ids) for o in want.outputs]
+    assert [len(tokens) for tokens in spelt] == [len(o.token_ids) for o in want.outputs]
+    for begins, tokens in zip(offsets, spelt, strict=True):
+        assert begins == np.cumsum([0] + [len(t) for t in tokens])[:-1].tolist()
     assert [u.completion_tokens for u in usages] == [want.usage.completion_tokens]
 
 
