@@ -1,12 +1,13 @@
 """Perplexity, and agreement with float32, of the types that a model can be run in.
 
-    python benchmarks/quality.py --json quality.json
+    python benchmarks/quality.py --model gemma-3-270m --json quality.json
 
 * perplexity: of a public-domain text (`data/alice.txt`, or `--text`) in windows of 1,024
   tokens, each token given the true ones before it;
 * same token: share of those places where the likeliest token is that of float32;
 * same continuation: tokens that greedy continuations have in common with those of float32
-  before they part, on average over prompts from the text.
+  before they part, on average over prompts from the text; of each prompt in the JSON;
+* alike: share of all tokens of the continuations that are float32's in their place.
 
 Exits with 1 if the perplexity of int8 is more than 1 % above that of float32.
 `--windows FILE` writes the windows, for `peers/transformers_perplexity.py`.
@@ -106,6 +107,10 @@ def row(
         "perplexity": scores.perplexity,
         "same_token": quality.agreement(scores, reference),
         "same_continuation": quality.mean_common_prefix(texts, reference_texts),
+        "first_differences": [
+            quality.common_prefix(a, b) for a, b in zip(texts, reference_texts, strict=True)
+        ],
+        "alike": float(np.mean(np.asarray(texts) == np.asarray(reference_texts))),
     }
 
 
@@ -114,12 +119,13 @@ def line(one: dict[str, Any], first: dict[str, Any], new_tokens: int) -> str:
     text = (
         f"| {one['dtype']} | {one['perplexity']:.4f} "
         f"| {100 * (one['perplexity'] / first['perplexity'] - 1):+.3f} % "
-        f"| {100 * one['same_token']:.2f} % | {one['same_continuation']:.1f} of {new_tokens} |"
+        f"| {100 * one['same_token']:.2f} % | {one['same_continuation']:.1f} of {new_tokens} "
+        f"| {100 * one['alike']:.1f} % |"
     )
     if one is not first:
         return text
     head = f"| dtype | perplexity ({one['tokens']:,} tokens) | against {one['dtype']} "
-    return f"{head}| same token | same continuation |\n|---|---|---|---|---|\n{text}"
+    return f"{head}| same token | same continuation | alike |\n|---|---|---|---|---|---|\n{text}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from oxidize_jax.engine.constraint import Grammar
 from oxidize_jax.engine.engine import Engine
 from oxidize_jax.engine.recorder import Recorder
 from oxidize_jax.engine.request import EngineRequest
+from oxidize_jax.llm_saves import Saves
 from oxidize_jax.llm_scores import Scores
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.options import Options, cache_dtype, load_options, weight_dtype
@@ -36,17 +37,17 @@ from oxidize_jax.runner import Runner
 from oxidize_jax.sampling.beam_params import BeamSearchParams
 from oxidize_jax.sampling.keys import child_key
 from oxidize_jax.sampling.params import SamplingParams
-from oxidize_jax.startup import start
+from oxidize_jax.startup import start, with_saved_dtype
 from oxidize_jax.structured.compiler import GrammarCompiler
 from oxidize_jax.text.bad_words import word_sequences
 
 
-class LLM(Scores):
+class LLM(Scores, Saves):
     """A model with its tokenizer and an engine to run it.
 
     Args:
       model: a built-in name (``smollm2-135m-instruct``), a Hugging Face folder or repo id,
-        or a ``.gguf`` file.
+        a ``.gguf`` file, or a folder that :meth:`save` made.
       compile_cache: keep compiled programs on disk, so that the next start is fast. A cache
         that JAX is configured with already is left as it is.
       progress: bars while a model loads and while prompts take longer than a second.
@@ -71,7 +72,7 @@ class LLM(Scores):
         warm_up: bool = True,
         **options: Any,
     ) -> None:
-        chosen = _options({**options, "model": model})
+        chosen = with_saved_dtype(_options({**options, "model": model}))
         if compile_cache:
             enable_compile_cache()
         recorder = _recorder(chosen)
@@ -80,13 +81,14 @@ class LLM(Scores):
         self.tokenizer = started.tokenizer
         self.model_config: ModelConfig = started.model_config
         self.config: EngineConfig = started.config
-        self.engine = Engine(
+        engine = Engine(
             started.config,
             started.decoder,
             started.params,
             check_invariants=chosen.check_invariants,
             recorder=recorder,
         )
+        self._runner = Runner(engine, self.tokenizer)
         self._salts = CacheSalts()
         self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self._progress = progress
@@ -94,12 +96,20 @@ class LLM(Scores):
         # A tokenizer may have ids that the model has no logit for: they cannot be drawn.
         vocab_size = self.model_config.vocab_size
         self._eos = tuple(i for i in self.tokenizer.eos_token_ids if i < vocab_size)
-        self._runner = Runner(self.engine, self.tokenizer)
 
     @classmethod
     def from_config(cls, path: str | Path, **overrides: Any) -> LLM:
         """Make an LLM from a TOML preset (see ``configs/``); keyword arguments win."""
         return cls(**{**load_options(path), **overrides})
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Another one may be put in its place while nothing runs."""
+        return self._runner.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._runner.engine = engine
 
     @property
     def num_compiles(self) -> int:

@@ -34,11 +34,12 @@ class Options:
     """Arguments of :class:`~oxidize_jax.llm.LLM`; names follow vLLM's ``EngineArgs``."""
 
     model: str = DEFAULT_MODEL
-    """A built-in name, a Hugging Face folder or repo id, or a ``.gguf`` file."""
+    """A built-in name, a Hugging Face folder or repo id, a ``.gguf`` file or a saved model."""
     tokenizer: str | None = None
     """Folder or ``.gguf`` to take the tokenizer from; default: the model's own."""
     dtype: str = "auto"
-    """Of weights and matmul inputs. ``auto``: float32 on a CPU without AMX, else bfloat16.
+    """Of weights and matmul inputs. ``auto``: float32 on a CPU without AMX, else bfloat16; of a
+    saved model the one it was saved in, which is the only one it can be run in.
     ``int8`` halves bfloat16's memory once more at some loss, so it is never chosen unasked."""
     kv_cache_dtype: str = "auto"
     """Of the KV cache. ``auto``: as ``dtype``, and bfloat16 where that is int8."""

@@ -13,7 +13,7 @@ class Logprob:
     """Natural log of its probability under the model, before temperature and filters."""
     rank: int | None
     """1 for the likeliest token of the vocabulary, and among equals the smaller id first (vLLM
-    counts a token's equals as before it). None with ``logprobs=0``, which ranks nothing."""
+    counts a token's equals as before it)."""
     decoded_token: str
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,13 +96,14 @@ class CacheSalts:
     """Numbers for salts given as text. A number never stands for two of them.
 
     The ``limit`` salts used last are remembered; one that comes back after that gets a new
-    number, which costs it its cache hits.
+    number, which costs it its cache hits. Threads may share it.
     """
 
     def __init__(self, limit: int = 65_536) -> None:
         self._limit = limit
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._next = 1
+        self._lock = threading.Lock()
 
     def number(self, prompt: Prompt) -> int:
         """The salt of a prompt: 0 where it has none. Raises ValueError for one that is no text."""
@@ -112,13 +114,14 @@ class CacheSalts:
             raise ValueError(
                 f"cache_salt={short_repr(salt)}: must be text of one character or more."
             )
-        if salt not in self._numbers:
-            self._numbers[salt] = self._next
-            self._next += 1
-        self._numbers.move_to_end(salt)
-        if len(self._numbers) > self._limit:
-            self._numbers.popitem(last=False)
-        return self._numbers[salt]
+        with self._lock:
+            if salt not in self._numbers:
+                self._numbers[salt] = self._next
+                self._next += 1
+            self._numbers.move_to_end(salt)
+            if len(self._numbers) > self._limit:
+                self._numbers.popitem(last=False)
+            return self._numbers[salt]
 
 
 def single_text_or_ids(prompt: Prompt) -> str | Sequence[int]:

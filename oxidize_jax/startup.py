@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from oxidize_jax.checkpoints.fill import parameter_bytes
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
 from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
+from oxidize_jax.checkpoints.saved import is_saved, read_manifest, tokenizer_of
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.warmup import WarmUp
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.functional import Decoder, Leaves, build
+from oxidize_jax.model.functional import Decoder, build
 from oxidize_jax.model.quantize import quantize
+from oxidize_jax.model.storage import Leaves
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.options import (
     Options,
@@ -55,7 +57,7 @@ def start(options: Options, *, warm_up: bool, progress: bool) -> Started:
     Raises ValueError in one line for what cannot be used, and where memory is short.
     """
     resolved = resolve_model(options.model)
-    tokenizer_path = _tokenizer_path(options, resolved)
+    tokenizer_path = find_tokenizer(options, resolved)
     dtype = jnp.dtype(weight_dtype(options))
     model = describe_checkpoint(resolved.path).config
     if model is None:
@@ -68,7 +70,7 @@ def start(options: Options, *, warm_up: bool, progress: bool) -> Started:
     warming = WarmUp(config, decoder, shapes) if warm_up else None
     try:
         checkpoint = load_checkpoint(resolved.path, dtype, progress=progress)
-        tokenizer = _load_tokenizer(tokenizer_path)
+        tokenizer = load_tokenizer(tokenizer_path)
         decoder, params = build(model, checkpoint.params, **kinds)
         if warming is not None:
             finish(warming, progress=progress)
@@ -125,14 +127,24 @@ def _fitted(
     return config, WarmUp(config, decoder, params)
 
 
-def _tokenizer_path(options: Options, resolved: ResolvedModel) -> Path:
-    if options.tokenizer is None:
-        return resolved.path
-    path = Path(options.tokenizer).expanduser()
-    if not path.exists():
-        raise ValueError(f"tokenizer={options.tokenizer!r}: there is no such file or folder.")
-    return path
+def with_saved_dtype(options: Options) -> Options:
+    """``options`` whose ``dtype="auto"`` is, of a saved model, the one that it was saved in."""
+    if options.dtype != "auto" or not is_saved(options.model):
+        return options
+    manifest = read_manifest(Path(options.model).expanduser())
+    return dataclasses.replace(options, dtype=manifest.dtype)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def find_tokenizer(options: Options, resolved: ResolvedModel) -> Path:
+    """The GGUF file or the folder with the tokenizer that ``options`` ask for."""
+    path = resolved.path
+    if options.tokenizer is not None:
+        path = Path(options.tokenizer).expanduser()
+        if not path.exists():
+            raise ValueError(f"tokenizer={options.tokenizer!r}: there is no such file or folder.")
+    return tokenizer_of(path) if is_saved(path) else path
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """What :func:`find_tokenizer` found."""
     return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_hf_folder(path)

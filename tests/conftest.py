@@ -6,20 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from oxidize_jax import executables
 from oxidize_jax.checkpoints.builtin import fetch_builtin
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-
-@pytest.fixture(autouse=True)
-def no_stored_executables():
-    """Tests change functions of the package, and some call its command line in this process.
-
-    Without ``monkeypatch``, which would then undo a test's patches after its other fixtures.
-    """
-    yield
-    executables._enabled = False
 
 
 _MAPS = Path("/proc/self/maps")

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import unittest.mock
 from functools import partial
 
 import jax
@@ -13,7 +14,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from oxidize_jax import executables
 from oxidize_jax.executables import COMPILE_EVENT, HIT_EVENT, StoredExecutable
+from tests.tools import scaled as code
 
+THIS = "tests.tools.scaled"
 SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
 ONES = np.ones((3,), np.float32)
 
@@ -22,7 +25,6 @@ ONES = np.ones((3,), np.float32)
 def folder(tmp_path, monkeypatch):
     """A cache that is on, for executables only."""
     monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(executables, "_enabled", True)
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "xla"),
         "jax_enable_compilation_cache": False,
@@ -37,25 +39,25 @@ def folder(tmp_path, monkeypatch):
     reset_cache()
 
 
-def scaled(factor, pair, offset):
-    return {"sum": pair["a"] * np.float32(factor) + offset}
-
-
 PAIR = {"a": SHAPE}
 
 
 def stored(static=(2,), arguments=(PAIR, SHAPE), result=None):
-    return StoredExecutable("scaled", static, arguments, result or {"sum": SHAPE})
+    return StoredExecutable("scaled", (THIS,), static, arguments, result or {"sum": SHAPE})
 
 
 def lowered(factor=2):
     """Of a function of its own, hence of a program that this process has not compiled."""
-    program = partial(scaled, factor)
+    program = partial(code.scaled, factor)
     return jax.jit(program, donate_argnums=0).lower(PAIR, SHAPE)
 
 
 def store(entry, factor=2):
-    entry.compile_and_store(lowered(factor))
+    return entry.compile(lowered(factor))
+
+
+def kept(folder):
+    return [path for path in folder.iterdir() if path.suffix != ".note"] if folder.exists() else []
 
 
 def test_what_one_process_stores_another_calls(folder):
@@ -67,7 +69,8 @@ def test_what_one_process_stores_another_calls(folder):
     np.testing.assert_array_equal(loaded(pair, ONES)["sum"], [5, 5, 5])
     assert pair["a"].is_deleted()  # donated, as to the program itself
     assert loaded.memory_analysis().output_size_in_bytes >= 12
-    assert [path.name.partition("-")[0] for path in folder.iterdir()] == ["scaled"]
+    assert sorted(path.name.partition("-")[0] for path in folder.iterdir()) == ["scaled"] * 2
+    assert len(kept(folder)) == 1
 
 
 def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
@@ -75,7 +78,7 @@ def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
     for second, factor in enumerate((2, 3)):
         entry = stored(static=(factor,))
         store(entry, factor)
-        os.utime(entry._path, (second, second))
+        os.utime(entry._noted(), (second, second))
     assert stored(static=(2,)).load() is not None  # used now
     store(stored(static=(4,)), 4)
     assert [stored(static=(n,)).load() is not None for n in (2, 3, 4)] == [True, False, True]
@@ -115,30 +118,67 @@ def test_whatever_else_it_is_asked_for_is_not_there(folder, monkeypatch):
     assert stored().load() is not None
 
 
-def test_the_sources_of_the_package_are_part_of_the_name(monkeypatch):
-    executables._outside.cache_clear()
-    before = executables._outside()
-    read = executables.Path.read_bytes
-    monkeypatch.setattr(executables.Path, "read_bytes", lambda path: read(path) + b"#")
-    executables._outside.cache_clear()
-    after = executables._outside()
-    executables._outside.cache_clear()
-    assert before
-    assert before != after
+def test_the_code_is_part_of_the_name(folder, monkeypatch):
+    store(stored())
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "scaled", lambda factor, pair, offset: {"sum": offset})
+        assert stored().load() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "BIAS", np.float32(1))
+        assert stored().load() is None
+    assert stored().load() is not None
+
+
+def test_a_change_of_code_that_changes_no_operation_compiles_nothing(folder, monkeypatch):
+    assert not store(stored())[1]
+    before = executables.compiles()
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "OTHER", 1, raising=False)
+        assert stored().load() is None
+        executable, is_stored = store(stored())
+        assert is_stored
+        pair = {"a": jax.numpy.asarray(ONES)}
+        np.testing.assert_array_equal(executable(pair, ONES)["sum"], [3, 3, 3])
+        assert stored().load() is not None
+        assert not store(stored(static=(3,)), 3)[1]
+    assert executables.compiles() == before + 1
+    assert stored().load() is not None
+    assert len(kept(folder)) == 2
+
+
+def test_a_note_of_what_is_gone_goes_with_the_next_that_is_kept(folder):
+    store(stored())
+    (path,) = kept(folder)
+    path.unlink()
+    assert stored().load() is None
+    store(stored(static=(3,)), 3)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_nothing_is_kept_where_the_code_is_not_known(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "scaled", unittest.mock.MagicMock(wraps=code.scaled))
+        store(stored())
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x78garbage", "half"])
 def test_a_damaged_file_is_as_good_as_none(folder, content):
     store(stored())
-    (path,) = folder.iterdir()
+    (path,) = kept(folder)
     path.write_bytes(path.read_bytes()[:500] if content == "half" else content)
     assert stored().load() is None
     store(stored())
     assert stored().load() is not None
-    assert list(folder.iterdir()) == [path]
-    stored().discard()
-    stored().discard()
-    assert not list(folder.iterdir())
+    assert kept(folder) == [path]
+    entry = stored()
+    entry.discard()
+    assert kept(folder) == [path]
+    entry.load()
+    entry.discard()
+    entry.discard()
+    assert not kept(folder)
+    assert stored().load() is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):
@@ -167,16 +207,6 @@ def test_without_the_cache_nothing_is_kept(folder):
     assert not folder.exists()
 
 
-def test_nothing_is_kept_unless_it_is_switched_on(folder, monkeypatch):
-    """A notebook may have changed functions of the package."""
-    monkeypatch.setattr(executables, "_enabled", False)
-    store(stored())
-    assert not folder.exists()
-    executables.enable_executables()
-    store(stored())
-    assert stored().load() is not None
-
-
 def test_nothing_is_kept_of_an_executable_from_the_disk_cache(folder):
     """What is serialised of it lacks functions: the next process would fail when it calls them.
 
@@ -188,7 +218,7 @@ def test_nothing_is_kept_of_an_executable_from_the_disk_cache(folder):
         lowered().compile()  # as another process might have left it
         program, before = lowered(), executables.compiles()
         for _ in range(2):
-            stored().compile_and_store(program)
+            stored().compile(program)
     assert executables.compiles() == before
     assert not folder.exists()
 
@@ -196,7 +226,7 @@ def test_nothing_is_kept_of_an_executable_from_the_disk_cache(folder):
 def test_nothing_is_kept_of_an_executable_that_is_there_already(folder):
     program = lowered()
     compiled = program.compile()
-    assert stored().compile_and_store(program).runtime_executable() is compiled.runtime_executable()
+    assert stored().compile(program)[0].runtime_executable() is compiled.runtime_executable()
     assert not folder.exists()
 
 

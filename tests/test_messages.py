@@ -2,12 +2,18 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import numpy as np
 import pytest
+from fake_model import FakeModel
 
 from oxidize_jax import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.engine.generate import GenerateConfig
+from oxidize_jax.engine.request import EngineRequest, check_request
+from oxidize_jax.engine.tracefields import Limits
+from oxidize_jax.engine.tracefile import loads
 from oxidize_jax.messages import short_repr
 from oxidize_jax.options import Options, load_options
 from oxidize_jax.prompts import CacheSalts, as_ids, single_text_or_ids
@@ -137,6 +143,67 @@ def test_prompts_refuse_it_by_name(value):
 def test_keys_of_prompts_that_are_none_are_refused(key):
     refused(lambda: single_text_or_ids({"prompt": "a", key: 1}), "is not a key of a prompt")
     refused(lambda: single_text_or_ids({key: 1}), "exactly one of")
+
+
+IN_A_REQUEST = {
+    **dict.fromkeys(
+        ("prompt_token_ids", "stop_token_ids", "held_token_ids", "allowed_token_ids"),
+        lambda value: [value],
+    ),
+    "banned_token_ids": lambda value: [value],
+    "bad_words": lambda value: [[value]],
+    "logit_bias": lambda value: [(value, 1.0)],
+    "key": lambda value: (value, 0),
+}
+"""How a value that must be refused stands in a field that is no number by itself."""
+
+
+@unprintable
+@pytest.mark.parametrize("name", fields_of(EngineRequest))
+def test_every_field_of_an_engine_request_refuses_it_by_name(name, value):
+    config = EngineConfig(max_num_seqs=1, max_model_len=8, num_blocks=4, token_mask_size=9)
+    counts = ("max_new_tokens", "min_new_tokens", "top_k")  # as large as they like
+    if name in ("grammar", "use_cache") or (name in counts and value is HUGE):
+        return
+    given = {"prompt_token_ids": [1], "max_new_tokens": 4}
+    given[name] = IN_A_REQUEST.get(name, lambda value: value)(value)
+    field = name.removeprefix("num_")
+    refused(lambda: check_request(config, 9, EngineRequest(**given)), field)
+    if name == "logit_bias":
+        given[name] = [(1, value)]
+        refused(lambda: check_request(config, 9, EngineRequest(**given)), "logit_bias[1]")
+
+
+@unprintable
+def test_every_field_of_a_trace_refuses_it_by_name(value):
+    config = EngineConfig(max_num_seqs=1, max_model_len=8, num_blocks=4)
+    limits = Limits(config, 9)
+    for name in limits._kinds:
+        refused(partial(limits.read, f"submit.{name}", name, value), f"submit.{name}")
+        for item in ([value], [[value, value]], {"0": value}, {"9" * 5000: 1}):
+            if item == {"9" * 5000: 1} and name == "digests":
+                continue  # any text may be a name there
+            refused(partial(limits.read, f"submit.{name}", name, item), "submit.")
+
+
+@unprintable
+@pytest.mark.parametrize("name", ["max_num_seqs", "num_blocks", "policy", "model"])
+def test_a_compiled_generate_refuses_it_by_name(name, value):
+    given = {"model": FakeModel(), "max_new_tokens": 4, name: value}
+    refused(lambda: GenerateConfig(**given), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("9" * 5000, "too many digits"),
+        ('{"oxidize_jax_trace": [[[[[[[[[[[[[[[1, 2, 3]]]]]]]]]]]]]]]}', "line 1"),
+        ('{"' + "x" * 10**6 + '": 1}', "line 1"),
+    ],
+    ids=["digits", "lists", "key"],
+)
+def test_a_trace_that_cannot_be_read_is_named(text, words):
+    assert words in refused(lambda: loads(text + "\n{}\n"), "line 1")
 
 
 @unprintable

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oxidize_jax.messages import reason, short_repr
+
 FIRST_TOKEN = 3
 """Random ids start here: those before are often special."""
 RANDOM_VOCAB = 10_000
@@ -84,8 +86,12 @@ def read_workload(path: str | Path) -> tuple[Item, ...]:
     path = Path(path).expanduser()
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"workload {str(path)!r}: not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(
+            f"workload {str(path)!r}: is nested too deeply; make it flatter."
+        ) from None
+    except ValueError as error:  # of the syntax, the encoding, or a number of very many digits
+        raise ValueError(f"workload {str(path)!r}: not valid JSON: {reason(error)}.") from None
     if not isinstance(entries, list) or not entries:
         raise ValueError(
             f'workload {str(path)!r}: must be a list of {{"prompt_token_ids": [...], '
@@ -102,7 +108,9 @@ def _item(path: Path, index: int, entry: Any) -> Item:
     if not isinstance(ids, list) or not ids or not all(_is_whole(i, 0) for i in ids):
         raise ValueError(f"{where}: prompt_token_ids must be a list of token ids, at least one.")
     if count is None or not _is_whole(count, 1):
-        raise ValueError(f"{where}: max_tokens={count!r}: must be a whole number, 1 or more.")
+        raise ValueError(
+            f"{where}: max_tokens={short_repr(count)}: must be a whole number, 1 or more."
+        )
     return Item(tuple(ids), count)
 
 

@@ -13,7 +13,7 @@ from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelErro
 from oxidize_jax.checkpoints.mapping import Stored, stored_parameters
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
 from oxidize_jax.model.config import ModelConfig
-from oxidize_jax.model.quantize import is_matrix, quantize_weight_on_host, scale_name
+from oxidize_jax.model.quantize import is_matrix, quantize_weight_on_host, scale_name, stays_float32
 from oxidize_jax.model.transformer import parameter_shapes
 from oxidize_jax.progress import progress_bar
 
@@ -48,10 +48,10 @@ def fill_parameters(
     total = sum(map(len, plan.values()))
     with progress_bar(total, shown=progress, unit="tensor", label="loading") as bar:
         for name, pieces in plan.items():
-            whole = _Parameter(name, shapes[name], dtype)
+            whole = _Parameter(name, shapes[name], dtype, pieces)
             row_map = opened.row_maps[name]() if name in opened.row_maps else None
-            for layer, piece in enumerate(pieces):
-                _fill(whole.layer(layer), piece, row_map)
+            for index, piece in enumerate(pieces):
+                _fill(whole.part(index), piece, row_map)
                 bar.update()
             for part, array in whole.arrays.items():
                 parameters[part] = place(part, array)
@@ -66,24 +66,28 @@ def place_on_default_device(name: str, array: np.ndarray) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What of a tensor makes up one layer of a parameter."""
+    """What of a tensor makes up one layer of a parameter, or one expert of a layer."""
 
     tensor: StoredTensor
     stored: Stored
 
     def rows(self) -> Iterator[tuple[int, np.ndarray]]:
         """Row of the parameter and float[some, columns] from there on; a vector is one row."""
-        part = slice(self.stored.start, self.stored.stop)
+        part, tensor = slice(self.stored.start, self.stored.stop), self.tensor
+        if len(tensor.shape) == 3:  # all experts of a layer, one below the other
+            rows = tensor.shape[0] * tensor.shape[1]
+            part = slice(0, rows)
+            tensor = dataclasses.replace(tensor, shape=(rows, tensor.shape[2]))
         if len(self.tensor.shape) == 1:
             yield 0, self._shifted(self.tensor.read_rows(0, 1)[:, part])
             return
         if self.stored.transposed:
             yield 0, np.ascontiguousarray(self.tensor.read_rows(0, self.tensor.shape[0]).T[part])
             return
-        step = max(1, _CHUNK // self.tensor.matrix_shape[1])
+        step = max(1, _CHUNK // tensor.matrix_shape[1])
         for start in range(part.start, part.stop, step):
-            rows = self.tensor.read_rows(start, min(start + step, part.stop))
-            yield start - part.start, self._shifted(rows)
+            chunk = tensor.read_rows(start, min(start + step, part.stop))
+            yield start - part.start, self._shifted(chunk)
 
     def _shifted(self, values: np.ndarray) -> np.ndarray:
         offset = self.stored.offset
@@ -104,19 +108,17 @@ def plan_parameters(opened: OpenCheckpoint) -> dict[str, tuple[Piece, ...]]:
             f"{opened.path}: {_listed(surplus)} in the file, but the configuration has no such "
             "parameter: it describes another model, or part of it would be lost."
         )
-    shapes = parameter_shapes(config)
     plan = {}
     for parameter, one in stored.items():
-        shape = shapes[parameter][1 if parameter.startswith("layers.") else 0 :]
         pieces = tuple(Piece(opened.tensors[name], one) for name in one.names)
         for piece in pieces:
-            _check_tensor(piece.tensor, _stored_shape(shape, one))
+            _check_tensor(piece.tensor, _stored_shape(one))
         plan[parameter] = pieces
     return plan
 
 
-def _stored_shape(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
-    whole = (stored.total, *shape[1:])
+def _stored_shape(stored: Stored) -> tuple[int, ...]:
+    whole = (stored.total, *stored.shape[1:])
     return whole[::-1] if stored.transposed else whole
 
 
@@ -124,14 +126,14 @@ def parameter_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of all parameters in ``dtype``, with norms in f32 as the loader makes them."""
     target = np.dtype(dtype)
     return sum(
-        int(np.prod(shape)) * _stored_dtype(name, target).itemsize
+        int(np.prod(shape)) * stored_dtype(name, target).itemsize
         for name, shape in parameter_shapes(config, quantized=target == np.int8).items()
     )
 
 
-def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
+def stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Type of the parameter ``name`` where weights are ``dtype``."""
-    is_float32 = name.endswith("norm.weight") or (dtype == np.int8 and not is_matrix(name))
+    is_float32 = stays_float32(name) or (dtype == np.int8 and not is_matrix(name))
     return np.dtype(np.float32) if is_float32 else dtype
 
 
@@ -147,6 +149,11 @@ def _check_layer_count(opened: OpenCheckpoint, config: ModelConfig) -> None:
     if config.num_layers > len(opened.tensors):
         raise CheckpointError(
             f"{opened.path}: num_layers={config.num_layers}, but there are only "
+            f"{len(opened.tensors)} tensors."
+        )
+    if opened.naming == "hf" and config.num_experts > len(opened.tensors):
+        raise CheckpointError(
+            f"{opened.path}: num_experts={config.num_experts}, but there are only "
             f"{len(opened.tensors)} tensors."
         )
 
@@ -180,7 +187,8 @@ def _listed(names: list[str], limit: int = 3) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that XLA:CPU takes without a copy."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -190,25 +198,31 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 class _Parameter:
     """A parameter while it is filled: one array, or int8 rows and their scales."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        target = _stored_dtype(name, dtype)
-        self.arrays = {name: _aligned_empty(shape, target)}
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, pieces: tuple[Piece, ...]
+    ) -> None:
+        target = stored_dtype(name, dtype)
+        self.arrays = {name: aligned_empty(shape, target)}
         if target == np.int8:
-            self.arrays[scale_name(name)] = _aligned_empty(shape[:-1], np.dtype(np.float32))
-        self._stacked = name.startswith("layers.")
+            self.arrays[scale_name(name)] = aligned_empty(shape[:-1], np.dtype(np.float32))
+        self._pieces = len(pieces)
+        self._is_matrix = len(pieces[0].stored.shape) > 1
 
-    def layer(self, index: int) -> list[np.ndarray]:
-        """Views of the arrays of one layer."""
-        return [array[index] if self._stacked else array for array in self.arrays.values()]
+    def part(self, index: int) -> list[np.ndarray]:
+        """Views of what piece ``index`` makes up: a matrix and its scales, or a vector."""
+        array, *scales = self.arrays.values()
+        tail = (-1, array.shape[-1]) if self._is_matrix else (-1,)
+        views = [array.reshape(self._pieces, *tail)[index]]
+        return views + [scale.reshape(self._pieces, -1)[index] for scale in scales]
 
 
-def _fill(layer: list[np.ndarray], piece: Piece, row_map: np.ndarray | None) -> None:
-    """Write ``piece`` to ``layer``, a chunk at a time, checked for NaN."""
-    vector = layer[0].ndim == 1
+def _fill(views: list[np.ndarray], piece: Piece, row_map: np.ndarray | None) -> None:
+    """Write ``piece`` to ``views``, a chunk at a time, checked for NaN."""
+    vector = views[0].ndim == 1
     for start, chunk in piece.rows():
-        values = _finite(piece.tensor, chunk, layer[0].dtype)
-        parts = quantize_weight_on_host(values) if layer[0].dtype == np.int8 else (values,)
-        for out, part in zip(layer, parts, strict=True):
+        values = _finite(piece.tensor, chunk, views[0].dtype)
+        parts = quantize_weight_on_host(values) if views[0].dtype == np.int8 else (values,)
+        for out, part in zip(views, parts, strict=True):
             if vector:
                 out[slice(None) if row_map is None else row_map] = part[0]
                 continue

@@ -71,6 +71,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     :class:`CheckpointError` for a missing or odd value.
     """
     layout = _layout(header)
+    _check_numbers(header, layout.architecture)
     tensors = {info.name: info for info in header.tensors if info.name in _FACTORS}
 
     def read(name: str) -> np.ndarray | None:
@@ -108,6 +109,15 @@ def _layout(header: GGUFHeader) -> GGUFFormat:
             "not supported; join them with llama.cpp's `llama-gguf-split --merge`."
         )
     return family.gguf
+
+
+def _check_numbers(header: GGUFHeader, architecture: str) -> None:
+    """Refuse a number of the model that is beyond float32, in which it is used."""
+    largest = float(np.finfo(np.float32).max)
+    for key, value in header.metadata.items():
+        ours = key.startswith(f"{architecture}.") and isinstance(value, float)
+        if ours and largest < abs(value) < math.inf:
+            raise CheckpointError(f"{header.path}: {key}={value!r}: must fit float32.")
 
 
 def rotary_row_map(num_heads: int, head_dim: int) -> np.ndarray:

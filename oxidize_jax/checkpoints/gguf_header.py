@@ -96,6 +96,21 @@ def read_gguf_header(path: str | Path) -> GGUFHeader:
     return GGUFHeader(path, reader.size, version, metadata, tensors)
 
 
+def write_gguf_metadata(source: Path, target: Path) -> None:
+    """Write a GGUF with the metadata of ``source``, byte for byte, and no tensors."""
+    with open(check_is_gguf(source), "rb") as file:
+        reader = _Reader(file, source)
+        version = _read_version(reader)
+        reader.count("number of tensors", least_bytes=24)
+        num_entries = reader.count("number of metadata entries", least_bytes=13)
+        start = reader.position
+        _read_metadata(reader, num_entries)
+        file.seek(start)
+        entries = file.read(reader.position - start)
+    counts = _U32.pack(version) + _U64.pack(0) + _U64.pack(num_entries)
+    target.write_bytes(MAGIC + counts + entries)
+
+
 def _read_version(reader: _Reader) -> int:
     reader.bytes(len(MAGIC), "magic")
     version = reader.scalar(_U32, "version")
@@ -185,8 +200,11 @@ class _Reader:
     def bytes(self, count: int, what: str) -> bytes:
         if count > self.size - self.position:
             raise self._truncated(what)
+        raw = self._file.read(count)
+        if len(raw) < count:  # it has become shorter meanwhile
+            raise self._truncated(what)
         self.position += count
-        return self._file.read(count)
+        return raw
 
     def scalar(self, kind: struct.Struct, what: str) -> Any:
         return kind.unpack(self.bytes(kind.size, what))[0]

@@ -10,7 +10,12 @@ from typing import Any
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
 from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.checkpoints.families.hf_fields import HFFields
+from oxidize_jax.checkpoints.hf_limits import check_limits
+from oxidize_jax.messages import reason
 from oxidize_jax.model.config import ModelConfig
+
+_MAX_JSON = 100_000_000
+"""Bytes. The index of the largest models has some hundred thousand."""
 
 
 def config_from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -34,24 +39,33 @@ def config_from_hf(raw: Mapping[str, Any], source: str = "config.json") -> Model
         raise UnsupportedModelError(
             f"{source}: architectures={classes!r} is not supported, only {wanted} is."
         )
+    check_limits(raw, source)
     fields = HFFields(raw, source, family.hf.defaults)
     fields.check_neutral(family.hf.neutral)
     try:
         return family.hf.config(fields)
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: {error}") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or a :class:`CheckpointError` that names the file."""
+    """The object in a JSON file, or a :class:`CheckpointError` that names the file.
+
+    Of keys that stand twice the last one counts, as in transformers.
+    """
+    # Looked at first: opening a pipe would wait for who writes to it.
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "is not there"
+        raise CheckpointError(f"{path.parent}: {path.name} {what}.")
+    size = path.stat().st_size
+    if size > _MAX_JSON:
+        raise CheckpointError(f"{path}: has {size} bytes; at most {_MAX_JSON} are read.")
     try:
         value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: {path.name} is not there.") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+        raise CheckpointError(f"{path}: not valid JSON: {reason(error)}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must be a JSON object, not {type(value).__name__}.")
     return value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from oxidize_jax.checkpoints.fill import (
 )
 from oxidize_jax.checkpoints.gguf import open_gguf
 from oxidize_jax.checkpoints.safetensors import open_safetensors
+from oxidize_jax.checkpoints.saved import is_saved, load_saved, read_manifest
 from oxidize_jax.checkpoints.stored import OpenCheckpoint
 from oxidize_jax.model.config import ModelConfig
 
@@ -41,7 +44,7 @@ class CheckpointInfo:
     """What a checkpoint holds, known from its headers alone."""
 
     path: Path
-    format: Literal["gguf", "safetensors"]
+    format: Literal["gguf", "safetensors", "saved"]
     architecture: str
     supported: bool
     reason: str
@@ -69,7 +72,7 @@ def load_checkpoint(
     progress: bool = False,
     place: Place = place_on_default_device,
 ) -> Checkpoint:
-    """Load the GGUF file or the Hugging Face folder at ``path``.
+    """Load the GGUF file, the Hugging Face folder or the saved model at ``path``.
 
     Parameters come in ``dtype`` (f32, bf16 or int8), norms in f32 whatever it is; of int8
     matrices the scales are parameters too (:mod:`oxidize_jax.model.quantize`). Each is handed
@@ -84,7 +87,12 @@ def load_checkpoint(
     target = np.dtype(dtype)
     if target.name not in ("float32", "bfloat16", "int8"):
         raise ValueError(f"dtype={target}: parameters can be loaded as float32, bfloat16 or int8.")
-    opened = _open(Path(path))
+    path = Path(path).expanduser()
+    if is_saved(path):
+        with _readable(path):
+            config, params = load_saved(path, target, place, progress)
+        return Checkpoint(config, params, str(path))
+    opened = _open(path)
     params = fill_parameters(opened, target, place, progress)
     assert opened.config is not None  # or fill_parameters would have raised
     return Checkpoint(opened.config, params, str(opened.path))
@@ -96,7 +104,10 @@ def describe_checkpoint(path: str | Path) -> CheckpointInfo:
     Raises :class:`CheckpointError` if the files are missing or damaged. A sound checkpoint
     of a model that cannot be run is described, with ``supported`` false and a ``reason``.
     """
-    opened = _open(Path(path))
+    path = Path(path).expanduser()
+    if is_saved(path):
+        return _describe_saved(path)
+    opened = _open(path)
     reason = ""
     try:
         plan_parameters(opened)
@@ -122,10 +133,41 @@ def describe_checkpoint(path: str | Path) -> CheckpointInfo:
     )
 
 
+def _describe_saved(path: Path) -> CheckpointInfo:
+    with _readable(path):
+        manifest = read_manifest(path)
+    config = manifest.config
+    types = collections.Counter(array.dtype for array in manifest.params.values())
+    return CheckpointInfo(
+        path=path,
+        format="saved",
+        architecture=config.architecture,
+        supported=True,
+        reason="",
+        num_parameters=config.num_parameters,
+        file_bytes=manifest.file_bytes,
+        tensor_types=dict(types.most_common()),
+        bytes_float32=parameter_bytes(config, jnp.float32),
+        bytes_bfloat16=parameter_bytes(config, jnp.bfloat16),
+        bytes_int8=parameter_bytes(config, jnp.int8),
+        context_length=config.max_position_embeddings,
+        config=config,
+    )
+
+
 def _open(path: Path) -> OpenCheckpoint:
-    path = path.expanduser()
-    if path.is_dir():
-        return open_safetensors(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file or folder.")
-    return open_gguf(path)
+    with _readable(path):
+        if path.is_dir():
+            return open_safetensors(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no such file or folder.")
+        return open_gguf(path)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """A file that may not be read, or that goes away meanwhile, is a CheckpointError too."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}.") from None

@@ -8,6 +8,7 @@ the names that the model's family has there (:mod:`oxidize_jax.checkpoints.famil
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from oxidize_jax.checkpoints.families import FAMILIES
@@ -23,7 +24,9 @@ class Stored:
     """How a file holds a parameter."""
 
     names: tuple[str, ...]
-    """A tensor for each layer, in layer order, or one"""
+    """A tensor for each layer, in layer order, or one; or one for each expert of each layer"""
+    shape: tuple[int, ...]
+    """Of what the parameter has of each"""
     start: int
     stop: int
     """Rows of each tensor, or numbers of a vector, that are this parameter's"""
@@ -38,8 +41,8 @@ class Stored:
 def stored_names(config: ModelConfig, naming: Naming) -> dict[str, tuple[str, ...]]:
     """For every parameter of ``config``, the tensors that a file stores it in.
 
-    A parameter of the layers has ``config.num_layers`` of them, in layer order; any other
-    has one. A name occurs twice only where a file fuses parameters.
+    A parameter of the layers has ``config.num_layers`` of them, in layer order, or one for each
+    expert of each layer; any other has one. A name occurs twice only where a file fuses parameters.
     """
     return {name: stored.names for name, stored in stored_parameters(config, naming).items()}
 
@@ -58,21 +61,23 @@ def stored_parameters(config: ModelConfig, naming: Naming) -> dict[str, Stored]:
     order = list(layout.names)
     shapes = parameter_shapes(config)
     ends: dict[str, int] = {}
-    parts: dict[str, tuple[str, int, int]] = {}
+    parts: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for parameter in sorted(shapes, key=lambda name: order.index(_stem(name))):
         stem, suffix = parameter.rsplit(".", 1)
         pattern = f"{layout.names[stem]}.{suffix}"
-        shape = shapes[parameter][1 if _is_stacked(parameter) else 0 :]
+        # Axes that are a tensor for each: layers, and experts where they are not in one tensor.
+        shape = shapes[parameter][pattern.count("{}") :]
         start = ends.get(pattern, 0)
         ends[pattern] = start + shape[0]
-        parts[parameter] = (pattern, start, ends[pattern])
+        parts[parameter] = (pattern, shape, start)
     stored = {}
     for parameter in shapes:
-        pattern, start, stop = parts[parameter]
+        pattern, shape, start = parts[parameter]
         stored[parameter] = Stored(
-            names=_names_of(pattern, config.num_layers),
+            names=_names_of(pattern, config),
+            shape=shape,
             start=start,
-            stop=stop,
+            stop=start + shape[0],
             total=ends[pattern],
             transposed=_stem(parameter) in transposed and is_matrix(parameter),
             offset=offset if parameter.endswith("norm.weight") else 0.0,
@@ -80,15 +85,10 @@ def stored_parameters(config: ModelConfig, naming: Naming) -> dict[str, Stored]:
     return stored
 
 
-def _names_of(pattern: str, num_layers: int) -> tuple[str, ...]:
-    if "{}" not in pattern:
-        return (pattern,)
-    return tuple(pattern.format(layer) for layer in range(num_layers))
+def _names_of(pattern: str, config: ModelConfig) -> tuple[str, ...]:
+    counts = (config.num_layers, config.num_experts)[: pattern.count("{}")]
+    return tuple(pattern.format(*index) for index in itertools.product(*map(range, counts)))
 
 
 def _stem(parameter: str) -> str:
     return parameter.rsplit(".", 1)[0]
-
-
-def _is_stacked(parameter: str) -> bool:
-    return parameter.startswith("layers.")

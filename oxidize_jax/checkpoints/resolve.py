@@ -13,6 +13,7 @@ from oxidize_jax.checkpoints.builtin import BUILTIN_MODELS, fetch_builtin
 from oxidize_jax.checkpoints.errors import CheckpointError
 from oxidize_jax.checkpoints.gguf_header import check_is_gguf
 from oxidize_jax.checkpoints.safetensors import CONFIG_FILE
+from oxidize_jax.checkpoints.saved import is_saved
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_SUFFIXES = (".gguf", ".safetensors")
@@ -26,8 +27,9 @@ _UNWANTED = ["*/*", "consolidated*.safetensors"]
 class ResolvedModel:
     """Files of a model on this machine."""
 
-    kind: Literal["gguf", "folder"]
-    """``gguf``: one file with everything; ``folder``: config.json, safetensors, tokenizer."""
+    kind: Literal["gguf", "folder", "saved"]
+    """``gguf``: one file with everything; ``folder``: config.json, safetensors, tokenizer;
+    ``saved``: see :mod:`~oxidize_jax.checkpoints.saved`."""
     path: Path
 
 
@@ -98,7 +100,9 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _resolve_folder(folder: Path) -> ResolvedModel:
-    """A folder is a Hugging Face checkpoint, or holds exactly one GGUF file."""
+    """A folder is a saved model, a Hugging Face checkpoint, or holds exactly one GGUF file."""
+    if is_saved(folder):
+        return ResolvedModel("saved", folder)
     if (folder / CONFIG_FILE).is_file():
         return ResolvedModel("folder", folder)
     files = sorted(folder.glob("*.gguf"))

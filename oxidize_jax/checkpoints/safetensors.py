@@ -20,6 +20,7 @@ from oxidize_jax.checkpoints.errors import CheckpointError
 from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.checkpoints.hf_config import config_from_hf, read_json_object
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
+from oxidize_jax.messages import reason
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,6 +28,7 @@ CONFIG_FILE = "config.json"
 
 # As the safetensors package: a longer header is damage, or an attempt on our memory.
 _MAX_HEADER = 100_000_000
+_MAX_DIMS = 16
 
 _FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -141,7 +143,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(text, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged header: {error}") from None
+        raise CheckpointError(f"{path}: damaged header: {reason(error)}") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: damaged header: not a JSON object.")
     entries.pop("__metadata__", None)
@@ -154,11 +156,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} occurs twice")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name!r} occurs twice")
+        entries[name] = value
     return entries
 
 
@@ -192,7 +194,9 @@ def _parse_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int] | None:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         return None
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    if len(shape) > _MAX_DIMS or not all(
+        type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)
+    ):
         return None
     return (kind, shape, begin, end) if isinstance(kind, str) else None
 

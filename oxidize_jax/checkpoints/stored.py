@@ -56,7 +56,13 @@ class StoredTensor:
             raise CheckpointError(f"{self.path}: cannot decode {self.name!r} ({self.type_name}).")
         row_bytes = self.nbytes // self.matrix_shape[0]
         wanted = (stop - start) * row_bytes
-        raw = np.fromfile(self.path, np.uint8, count=wanted, offset=self.offset + start * row_bytes)
+        at = self.offset + start * row_bytes
+        try:
+            raw = np.fromfile(self.path, np.uint8, count=wanted, offset=at)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot read {self.name!r}: {error.strerror or error}."
+            ) from None
         if raw.size != wanted:
             raise CheckpointError(f"{self.path}: truncated inside {self.name!r} while reading it.")
         # A NaN or an overflow in a scale is found by the caller, who can name it better.

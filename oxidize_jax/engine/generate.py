@@ -34,6 +34,7 @@ from oxidize_jax.engine.inputs import (
     request_keys,
 )
 from oxidize_jax.engine.step import EngineState, Model, Params, init_state, run_steps
+from oxidize_jax.messages import short_repr
 from oxidize_jax.model.functional import Decoder
 from oxidize_jax.model.leaves import leaves_of
 from oxidize_jax.sampling.token_mask import pack_bits
@@ -104,7 +105,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if not hasattr(self.model, "forward"):
             raise ValueError(
-                f"model={_short(self.model)}: must be a model, such as the decoder that "
+                f"model={short_repr(self.model)}: must be a model, such as the decoder that "
                 f"oxidize_jax.model.functional.build returns."
             )
         for name, low in _LOWEST.items():
@@ -114,10 +115,12 @@ class GenerateConfig:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or not low <= value <= _INT32_MAX:
                 raise ValueError(
-                    f"{name}={_short(value)}: must be a whole number, {low} to {_INT32_MAX}."
+                    f"{name}={short_repr(value)}: must be a whole number, {low} to {_INT32_MAX}."
                 )
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
-            raise ValueError(f"policy={_short(self.policy)}: must be one of {', '.join(POLICIES)}.")
+            raise ValueError(
+                f"policy={short_repr(self.policy)}: must be one of {', '.join(POLICIES)}."
+            )
         longest = _longest(self.model)
         if self.max_model_len is not None and self.max_model_len > longest:
             raise ValueError(
@@ -196,11 +199,6 @@ class Generated:
 def _longest(model: Model) -> int:
     """Positions that ``model`` was made for."""
     return model.config.max_position_embeddings if isinstance(model, Decoder) else _INT32_MAX
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def generate(

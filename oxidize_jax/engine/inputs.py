@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.keys import CHILD_BASE, fold_in
 from oxidize_jax.sampling.params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from oxidize_jax.scheduler.submit import check_token_ids
@@ -94,7 +95,7 @@ def pad_prompts(
         raise ValueError("prompts is empty: give at least one list of token ids.")
     for i, ids in enumerate(prompts):
         if isinstance(ids, str | int):
-            raise ValueError(f"prompts[{i}]={ids!r}: must be a list of token ids.")
+            raise ValueError(f"prompts[{i}]={short_repr(ids)}: must be a list of token ids.")
         if not len(ids):
             raise ValueError(f"prompts[{i}] has 0 tokens: give at least one.")
         check_token_ids(f"prompts[{i}]", ids, vocab_size)
@@ -200,8 +201,9 @@ def nearest_penalty(name: str, value: jax.Array) -> jax.Array:
 def _check_most(name: str, value: Any, most: int) -> None:
     """``value`` has been checked otherwise; what is on the device nobody can look at."""
     if not isinstance(value, jax.Array) and np.any(np.asarray(value) > most):
+        shown = short_repr(np.asarray(value).tolist())
         raise ValueError(
-            f"{name}={value}: must be from 0 to {most}, the {name} of the configuration; lower "
+            f"{name}={shown}: must be from 0 to {most}, the {name} of the configuration; lower "
             "it, or raise the configuration's."
         )
 
@@ -274,7 +276,8 @@ def _as_array(name: str, value: Any, dtype: Any, low: float, high: float) -> jax
     if not on_host:
         return value.astype(dtype)
     if not ((value >= low) & (value <= high)).all():
-        raise ValueError(f"{name}={value}: must be from {low} to {high:.10g}.")
+        shown = short_repr(value.tolist())
+        raise ValueError(f"{name}={shown}: must be from {low} to {high:.10g}.")
     # Put there by name, which a guard against transfers that nobody asked for lets pass.
     return jax.device_put(value.astype(dtype))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -94,12 +93,10 @@ def check_request(config: EngineConfig, vocab_size: int, request: EngineRequest)
             f"{config.max_logprobs}; ask for fewer, or raise that where the engine is made, "
             "LLM(max_logprobs=...)."
         )
-    if not _is_number(request.temperature) or not 0 <= request.temperature < math.inf:
-        raise ValueError(f"temperature={request.temperature!r}: must be a number from 0 up.")
     for name in ("top_p", "typical_p"):
         value = getattr(request, name)
         if not _is_number(value) or not 0 < value <= 1:
-            raise ValueError(f"{name}={value!r}: must be a number above 0, at most 1.")
+            raise ValueError(f"{name}={short_repr(value)}: must be a number above 0, at most 1.")
     for name, (least, most) in _RANGES.items():
         _check_number(name, getattr(request, name), least, most)
     _check_lists(config, vocab_size, request)
@@ -189,7 +186,9 @@ def check_keys(keys: Sequence[Sequence[int]]) -> None:
             or len(key) != 2
             or not all(_is_whole(word) and 0 <= word < 2**32 for word in key)
         ):
-            raise ValueError(f"key={key!r}: must be two whole numbers from 0 to {2**32 - 1}.")
+            raise ValueError(
+                f"key={short_repr(key)}: must be two whole numbers from 0 to {2**32 - 1}."
+            )
 
 
 _WHOLE = {
@@ -205,6 +204,7 @@ _HIGHEST = 2**31 - 2
 
 
 _RANGES = {
+    "temperature": (0.0, 3e38),  # a number of 32 bits
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
@@ -215,7 +215,7 @@ _RANGES = {
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if not _is_number(value) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: must be a number from {low:g} to {high:g}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a number from {low:g} to {high:g}.")
 
 
 def _check_whole(name: str, value: Any, low: int) -> None:
@@ -225,7 +225,7 @@ def _check_whole(name: str, value: Any, low: int) -> None:
     high = _HIGHEST if name in ("priority", "salt") else None
     if not _is_whole(value) or value < low or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name}={value!r}: must be a whole number, {limit}.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a whole number, {limit}.")
 
 
 def _is_whole(value: Any) -> bool:

@@ -130,7 +130,7 @@ class Slots:
             arrival=entry.request_id,
             stop_ids=request.stop_token_ids + tuple(~i for i in request.held_token_ids),
             fork_of=None if parent is None else parent.slot,
-            want_logprobs=bool(request.num_logprobs),
+            want_logprobs=request.num_logprobs is not None,
             **request.options(
                 min_new_tokens=min(request.min_new_tokens, limit),
                 top_k=min(request.top_k, self.vocab_size),

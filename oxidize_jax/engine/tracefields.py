@@ -8,6 +8,7 @@ from typing import Any
 
 from oxidize_jax import __version__
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.messages import short_repr
 
 _F32 = 3.4028235677973366e38
 """Where a float of 32 bits rounds to infinity."""
@@ -65,7 +66,9 @@ class Limits:
             "max_steps": positive,
             "steps": count,
             "tokens": lambda name, value: {
-                slot(f"{name}: slot", int(key) if key.isdecimal() else key): tokens
+                slot(
+                    f"{name}: slot", int(key) if key.isdecimal() and len(key) < 11 else key
+                ): tokens
                 for key, tokens in _object(_many(token))(name, value).items()
             },
             "digests": _object(word),
@@ -79,19 +82,21 @@ class Limits:
 def read_whole(name: str, value: Any, low: int, high: int) -> int:
     """A whole number, ``low`` and more, below ``high``. Raises ValueError naming ``name``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
-        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {high - 1}.")
+        raise ValueError(
+            f"{name}={short_repr(value)}: must be a whole number from {low} to {high - 1}."
+        )
     return value
 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be true or false.")
+        raise ValueError(f"{name}={short_repr(value)}: must be true or false.")
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r}: must be text.")
+        raise ValueError(f"{name}={short_repr(value)}: must be text.")
     return value
 
 
@@ -100,7 +105,9 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     if type(value) in (int, float) and abs(value) < _F32:
         return float(value)
-    raise ValueError(f'{name}={value!r}: must be a number of 32 bits, or "inf", "-inf" or "nan".')
+    raise ValueError(
+        f'{name}={short_repr(value)}: must be a number of 32 bits, or "inf", "-inf" or "nan".'
+    )
 
 
 def _optional(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
@@ -111,7 +118,7 @@ def _many(read: Callable[[str, Any], Any], length: int | None = None) -> Callabl
     def each(name: str, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or length not in (None, len(value)):
             raise ValueError(
-                f"{name}={value!r}: must be a list{f' of {length}' if length else ''}."
+                f"{name}={short_repr(value)}: must be a list{f' of {length}' if length else ''}."
             )
         return tuple(read(f"{name}[{i}]", item) for i, item in enumerate(value))
 
@@ -122,15 +129,15 @@ def _pair(
     first: Callable[[str, Any], Any], second: Callable[[str, Any], Any], name: str, value: Any
 ) -> tuple[Any, Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{name}={value!r}: must be a list of 2.")
+        raise ValueError(f"{name}={short_repr(value)}: must be a list of 2.")
     return first(name, value[0]), second(name, value[1])
 
 
 def _object(read: Callable[[str, Any], Any]) -> Callable[[str, Any], dict[str, Any]]:
     def each(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise ValueError(f"{name}={value!r}: must be an object.")
-        return {key: read(f"{name}.{key}", item) for key, item in value.items()}
+            raise ValueError(f"{name}={short_repr(value)}: must be an object.")
+        return {key: read(f"{name}.{key[:40]}", item) for key, item in value.items()}
 
     return each
 
@@ -140,8 +147,9 @@ def check_names(where: str, given: Mapping[str, Any], known: Any) -> None:
     for name in given:
         if name not in known:
             raise ValueError(
-                f"{where}.{name} is not known to oxidize_jax {__version__}{nearest(name, known)}: "
-                "read the trace with the version that wrote it, or mend the name."
+                f"{where}.{name[:40]} is not known to oxidize_jax {__version__}"
+                f"{nearest(name, known)}: read the trace with the version that wrote it, "
+                "or mend the name."
             )
 
 

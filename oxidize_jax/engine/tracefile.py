@@ -34,6 +34,7 @@ from oxidize_jax.engine.trace import (
     mask_words,
 )
 from oxidize_jax.engine.tracefields import Limits, check_names, nearest, read_whole
+from oxidize_jax.messages import reason, short_repr
 from oxidize_jax.scheduler.submit import check_prompt
 
 FORMAT = 1
@@ -172,8 +173,8 @@ def _records(lines: list[str]) -> tuple[list[Any], bool]:
             if number == len(lines) and number > 1:
                 return records, True
             raise ValueError(
-                f"line {number}: not JSON ({error}): mend or cut the file there; only its last "
-                "line may be torn."
+                f"line {number}: not JSON ({reason(error)}): mend or cut the file there; only its "
+                "last line may be torn."
             ) from None
     return records, False
 
@@ -183,8 +184,9 @@ def _read_header(record: Any) -> Trace:
         raise ValueError(f'line 1: no "{_HEADER}": this is not the file of a trace.')
     if type(record[_HEADER]) is not int or record[_HEADER] != FORMAT:
         raise ValueError(
-            f"line 1: {_HEADER}={record[_HEADER]!r}: this version reads format {FORMAT}; read it "
-            f"with the version that wrote it, {record.get('version', 'which is not named')}."
+            f"line 1: {_HEADER}={short_repr(record[_HEADER])}: this version reads format "
+            f"{FORMAT}; read it with the version that wrote it, "
+            f"{short_repr(record.get('version', '(not named)'))}."
         )
     try:
         return Trace(
@@ -201,7 +203,9 @@ def _read_header(record: Any) -> Trace:
 
 def _read_config(fields: Any) -> EngineConfig:
     if not isinstance(fields, dict):
-        raise ValueError(f"config={fields!r}: must be an object with the fields of EngineConfig.")
+        raise ValueError(
+            f"config={short_repr(fields)}: must be an object with the fields of EngineConfig."
+        )
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     check_names("config", fields, known)
     config = EngineConfig(**fields)
@@ -212,7 +216,7 @@ def _read_config(fields: Any) -> EngineConfig:
 
 def _read_model(fields: Any) -> dict[str, str]:
     if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
-        raise ValueError(f"model={fields!r}: must be an object whose values are text.")
+        raise ValueError(f"model={short_repr(fields)}: must be an object whose values are text.")
     return fields
 
 
@@ -232,9 +236,9 @@ class _Reader:
             raise ValueError("must be an object with one key, the kind of the event.")
         ((kind, fields),) = record.items()
         if kind not in _KINDS:
-            raise ValueError(f"{kind!r} is no event{nearest(kind, _KINDS)}.")
+            raise ValueError(f"{short_repr(kind)} is no event{nearest(kind, _KINDS)}.")
         if not isinstance(fields, dict):
-            raise ValueError(f"{kind}={fields!r}: must be an object.")
+            raise ValueError(f"{kind}={short_repr(fields)}: must be an object.")
         event = self._read(kind, fields)
         if isinstance(event, Outcome):
             self._add_outcome(event)

@@ -31,7 +31,8 @@ class RequestUpdate:
     failure: str | None = None
     """Why the engine gave it up, in one line."""
     ranks: tuple[int, ...] | None = None
-    """Of each token its place in the vocabulary, 1 for the likeliest; with ``top_logprobs``."""
+    """Of each token its place in the vocabulary, 1 for the likeliest; where logprobs are asked for,
+    of no alternatives too."""
 
 
 @dataclasses.dataclass
@@ -56,8 +57,9 @@ def news(request_id: int, running: Running, drained: Drained, ended: bool) -> Re
     running.cursor = num_tokens
     reason = int(drained.finish_reason[slot])
     top = ranks = None
-    if request.num_logprobs:
+    if request.num_logprobs is not None:
         ranks = tuple(drained.ranks[slot, first:].tolist())
+    if request.num_logprobs:
         ids = drained.top_ids[slot, first:, : request.num_logprobs].tolist()
         values = drained.top_logprobs[slot, first:, : request.num_logprobs].tolist()
         top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))

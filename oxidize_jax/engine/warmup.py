@@ -63,6 +63,24 @@ class Memory:
         return self.state + self.temporary
 
 
+_CODE_OF_A_RUN = tuple(
+    f"oxidize_jax.{name}"
+    for name in (
+        "arrays",
+        "batch",
+        "blocks",
+        "config",
+        "engine.step",
+        "messages",
+        "model",
+        "sampling",
+        "scheduler",
+        "types",
+    )
+)
+"""Modules that the program of a run may be traced from."""
+
+
 class WarmUp:
     """Compiles the programs of one engine in threads, from now on.
 
@@ -141,10 +159,14 @@ def _prepare_run(
 ) -> jax.stages.Compiled:
     """The executable of a run: of an earlier process, or compiled and left to later ones."""
     limit = jax.ShapeDtypeStruct((), jnp.int32)
-    if not type(model).__module__.startswith("oxidize_jax."):  # nobody sees its code change
+    if not type(model).__module__.startswith("oxidize_jax.model."):  # nobody sees its code change
         return programs.traced_run.lower(config, model, params, state, limit).compile()
-    stored = StoredExecutable("run", (config, model), (params, state, limit), state)
-    if (loaded := stored.load()) is not None:
-        programs.adopt_run(config, model, loaded, stored.discard)
-        return loaded
-    return stored.compile_and_store(programs.traced_run.lower(config, model, params, state, limit))
+    static = (config, model, programs.COMPILER_OPTIONS)
+    stored = StoredExecutable("run", _CODE_OF_A_RUN, static, (params, state, limit), state)
+    executable, is_stored = stored.load(), True
+    if executable is None:
+        lowered = programs.traced_run.lower(config, model, params, state, limit)
+        executable, is_stored = stored.compile(lowered)
+    if is_stored:
+        programs.adopt_run(config, model, executable, stored.discard)
+    return executable

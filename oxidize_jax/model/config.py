@@ -92,6 +92,12 @@ class ModelConfig:
     qk_norm: str = "none"
     """RMSNorm of queries and keys: ``head`` by head, or over their ``full`` width."""
     gated_mlp: bool = True
+    num_experts: int = 0
+    """Gated MLPs in each layer, of ``intermediate_size`` each; 0: one MLP, and no router."""
+    num_experts_per_token: int = 0
+    """How many of them the router chooses for a token."""
+    norm_topk_prob: bool = True
+    """Whether the weights of the chosen ones are made to add up to one."""
     activation: str = "silu"
     attention_scale: float | None = None
     """What scores are multiplied by; None: ``head_dim ** -0.5``."""
@@ -128,6 +134,20 @@ class ModelConfig:
                 f"{self.head_dim}."
             )
         self._check_rope_factors()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        chosen = self.num_experts_per_token
+        if not (1 <= chosen <= self.num_experts or chosen == self.num_experts == 0):
+            raise ValueError(
+                f"num_experts_per_token={chosen}: must be from 1 to num_experts="
+                f"{self.num_experts}, or both 0."
+            )
+        if self.num_experts and (self.mlp_bias or not self.gated_mlp):
+            raise ValueError(
+                f"num_experts={self.num_experts} with mlp_bias={self.mlp_bias} and gated_mlp="
+                f"{self.gated_mlp}: experts are gated and have no biases."
+            )
 
     def _check_rope_factors(self) -> None:
         kind, scaling = self.rope_scaling.kind, self.rope_scaling
@@ -207,7 +227,9 @@ class ModelConfig:
         e, f, d = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_heads * d, self.num_kv_heads * d
         norm = 2 * e if self.layer_norm else e
-        layer = e * q + 2 * e * kv + q * e + (3 if self.gated_mlp else 2) * e * f
+        layer = e * q + 2 * e * kv + q * e
+        layer += (3 if self.gated_mlp else 2) * e * f * max(1, self.num_experts)
+        layer += self.num_experts * e  # the router
         layer += (q + 2 * kv) if self.attention_bias else 0
         layer += e if self.has_output_bias else 0
         layer += {"none": 0, "head": 2 * d, "full": q + kv}[self.qk_norm]

@@ -9,43 +9,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.core import Tracer
 
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.model import kv_cache
-from oxidize_jax.model.attention import AttentionSpec, check_backend, make_attention
+from oxidize_jax.model.attention import check_backend, make_attention
+from oxidize_jax.model.attention_rows import AttentionSpec
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.experts import Step
+from oxidize_jax.model.modules import Inputs, product
 from oxidize_jax.model.quantize import is_matrix
 from oxidize_jax.model.rope import RotationAt, rotations
+from oxidize_jax.model.storage import (
+    EMBED_BITS,
+    Leaves,
+    check_params,
+    is_of_experts,
+    is_of_trunk,
+    layer_leaves,
+    layer_views,
+    stored,
+    unpacked,
+)
 from oxidize_jax.model.transformer import (
     APART,
     LAYERS,
-    Inputs,
     Layer,
     Multiply,
     Projections,
     merge,
-    parameter_shapes,
-    product,
     split_modules,
 )
-
-Leaves = dict[str, jax.Array]
-"""Parameters by name, as :func:`~oxidize_jax.model.transformer.parameter_shapes` lists them; those
-that :func:`build` made for a CPU also have each layer's by themselves."""
 
 _WEIGHT_FIRST = 16
 """Tokens up to which a product with the weight on the left is quicker on a CPU. 30 layers of
 SmolLM2 in bfloat16: 2 tokens take 14 ms against 17, 16 take 18 against 20, 64 take 45 against
 41."""
-
-EMBED_BITS = "embed.bits"
-"""On a CPU a bfloat16 embedding once more as uint16, to take rows of: XLA:CPU would make a
-float32 copy of the whole matrix first, in every run of a loop."""
-_WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +121,11 @@ def build(
     platform = platform or jax.default_backend()
     kv_cache.storage_dtype(kv_dtype, platform)
     quantized = any(leaf.dtype == jnp.int8 for leaf in params.values())
-    _check_params(config, params, quantized)
+    check_params(config, params, quantized)
     (trunk, layer), _ = split_modules(config, quantized)
     decoder = Decoder(config, trunk, layer, platform, attention, kv_dtype, quantized)
-    leaves = {name: _stored(name, leaf, platform) for name, leaf in params.items()}
-    return decoder, leaves | _apart(config, leaves, platform)
+    leaves = {name: stored(name, leaf, platform) for name, leaf in params.items()}
+    return decoder, leaves | layer_views(config, leaves, platform)
 
 
 def forward(
@@ -188,17 +188,30 @@ def hidden_states(
     # In a step of few tokens cutting the weights out of their stack takes half of the time.
     apart = any(n.startswith(APART) for n in leaves) and not batch.tile_rows.size
     layers = _layers_apart if apart else _layers_stacked
-    x, (kv, _) = layers(decoder, leaves, rotation_at, mix, x, (kv, attention.scratch))
+    # Nobody but experts asks for it.
+    live = batch.token_rows < batch.block_tables.shape[0] if config.num_experts else None
+
+    def step_at(index: jax.Array) -> Step:
+        return Step(live, index, decoder.platform)
+
+    x, (kv, _) = layers(decoder, leaves, rotation_at, step_at, mix, x, (kv, attention.scratch))
     return x, kv
 
 
 Cache = tuple[jax.Array, Any]
 """``(kv, scratch)``"""
+_StepAt = Callable[[jax.Array], Step]
 _Mix = Callable[[jax.Array, Projections, Cache], tuple[jax.Array, Cache]]
 
 
 def _layers_stacked(
-    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder,
+    leaves: Leaves,
+    rotation_at: RotationAt,
+    step_at: _StepAt,
+    mix: _Mix,
+    x: jax.Array,
+    cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     """All layers, their weights cut out of the stacks: one body, compiled once."""
 
@@ -206,21 +219,32 @@ def _layers_stacked(
         carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Leaves]
     ) -> tuple[tuple[jax.Array, Cache], None]:
         index, weights = inputs
-        module = merge(decoder.layer, {n: _unpacked(w) for n, w in weights.items()})
-        rotation = rotation_at(index)
-        return module(*carry, rotation, lambda q, k, v, c: mix(index, (q, k, v), c)), None
+        weights = {n: unpacked(w) for n, w in weights.items()}
+        module = merge(decoder.layer, whole | weights)
 
+        def mix_here(q: jax.Array, k: jax.Array, v: jax.Array, c: Cache) -> tuple[jax.Array, Cache]:
+            return mix(index, (q, k, v), c)
+
+        return module(*carry, rotation_at(index), mix_here, step_at(index)), None
+
+    whole = _experts_of_all_layers(decoder, leaves)
     stacked = {
-        n.removeprefix(LAYERS): _stored(n, leaf, decoder.platform)
+        n.removeprefix(LAYERS): stored(n, leaf, decoder.platform)
         for n, leaf in leaves.items()
-        if n.startswith(LAYERS)
+        if n.startswith(LAYERS) and n.removeprefix(LAYERS) not in whole
     }
     indices = jnp.arange(decoder.config.num_layers, dtype=jnp.int32)
     return lax.scan(layer, (x, cache), (indices, stacked))[0]
 
 
 def _layers_apart(
-    decoder: Decoder, leaves: Leaves, rotation_at: RotationAt, mix: _Mix, x: jax.Array, cache: Cache
+    decoder: Decoder,
+    leaves: Leaves,
+    rotation_at: RotationAt,
+    step_at: _StepAt,
+    mix: _Mix,
+    x: jax.Array,
+    cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     """All layers, their matrices arguments by themselves, which XLA reads where they are.
 
@@ -229,12 +253,13 @@ def _layers_apart(
     """
     last = decoder.config.num_layers - 1
     # Of their matrices only the type is looked at.
-    like = _layer_leaves(leaves, 0)
+    like = layer_leaves(leaves, 0)
     small = {n: leaves[LAYERS + n] for n in like if not is_matrix(n)}
+    like |= _experts_of_all_layers(decoder, leaves)
 
     def at(index: jax.Array) -> tuple[Layer, Multiply]:
         module = merge(
-            decoder.layer, like | {n: _unpacked(leaf[index]) for n, leaf in small.items()}
+            decoder.layer, like | {n: unpacked(leaf[index]) for n, leaf in small.items()}
         )
         return module, partial(_multiply_layer, leaves, module, index)
 
@@ -244,7 +269,7 @@ def _layers_apart(
         x, qkv, cache = carry
         mixed, cache = mix(index, qkv, cache)
         module, multiply = at(index)
-        x = module.finish(x, mixed, multiply)
+        x = module.finish(x, mixed, multiply, step_at(index))
         # Behind the last layer what is projected is of no use.
         index = jnp.minimum(index + 1, last)
         following, multiply = at(index)
@@ -278,17 +303,20 @@ def _multiply_layer(
     )
 
 
+def _experts_of_all_layers(decoder: Decoder, leaves: Leaves) -> Leaves:
+    """On a CPU the experts' parameters as :class:`.experts.Experts` reads them, by their names in
+    a layer; else nothing."""
+    if decoder.platform != "cpu":
+        return {}
+    return {
+        n.removeprefix(LAYERS): stored(n, leaf, decoder.platform)
+        for n, leaf in leaves.items()
+        if is_of_experts(n)
+    }
+
+
 def _trunk(decoder: Decoder, leaves: Leaves) -> Any:
-    return merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if _is_of_trunk(n)})
-
-
-def _is_of_trunk(name: str) -> bool:
-    return not name.startswith((LAYERS, APART)) and name != EMBED_BITS
-
-
-def _layer_leaves(leaves: Leaves, index: int) -> Leaves:
-    prefix = f"{APART}{index}."
-    return {n.removeprefix(prefix): leaf for n, leaf in leaves.items() if n.startswith(prefix)}
+    return merge(decoder.trunk, {n: leaf for n, leaf in leaves.items() if is_of_trunk(n)})
 
 
 def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
@@ -315,52 +343,6 @@ def _spec(decoder: Decoder, kv: jax.Array, block_size: int) -> AttentionSpec:
     )
 
 
-def _stored(name: str, leaf: Any, platform: str) -> Any:
-    """``leaf`` as the scan over layers wants it.
-
-    XLA:CPU converts a whole bfloat16 array to float32 to slice a layer out of it (30 layers
-    of 576 x 1536, 16 rows: 93 ms against 11). As uint16 it slices what is there.
-    """
-    packed = platform == "cpu" and name.startswith(LAYERS) and leaf.dtype == jnp.bfloat16
-    return _bits(leaf) if packed else leaf
-
-
-def _apart(config: ModelConfig, leaves: Leaves, platform: str) -> Leaves:
-    """On a CPU, every layer's parameters by themselves, without a copy; else nothing.
-
-    XLA:CPU can multiply with a matrix that is an argument as it lies there. One that is cut out
-    of a stack by a running index is copied first, in every layer of every step.
-    """
-    if platform != "cpu" or any(isinstance(leaf, Tracer) for leaf in leaves.values()):
-        return {}
-    apart = {
-        f"{APART}{index}.{name.removeprefix(LAYERS)}": _view(leaf, index)
-        for name, leaf in leaves.items()
-        if name.startswith(LAYERS)
-        for index in range(config.num_layers)
-    }
-    if leaves["embed.weight"].dtype == jnp.bfloat16:
-        apart[EMBED_BITS] = _bits(leaves["embed.weight"])
-    return apart
-
-
-def _view(leaf: Any, index: int) -> Any:
-    """``leaf[index]`` in the same memory, of the type it stands for."""
-    dtype = jnp.dtype(jnp.bfloat16 if leaf.dtype == jnp.uint16 else leaf.dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
-    return jax.device_put(np.asarray(leaf)[index].view(dtype), may_alias=True)
-
-
-def _bits(leaf: Any) -> Any:
-    """A bfloat16 ``leaf`` as uint16 in the same memory."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.uint16)
-    if isinstance(leaf, Tracer):
-        return lax.bitcast_convert_type(leaf, jnp.uint16)
-    return jax.device_put(np.asarray(leaf).view(np.uint16), may_alias=True)
-
-
 def _check_layout(decoder: Decoder, leaves: Leaves) -> None:
     """Raises ValueError if only one of the two is quantised."""
     dtype = leaves["embed.weight"].dtype
@@ -372,46 +354,3 @@ def _check_layout(decoder: Decoder, leaves: Leaves) -> None:
             f"parameter 'embed.weight' is {dtype}, but this decoder was built for {wanted} "
             f"weights: {remedy} them, or build another decoder."
         )
-
-
-def _unpacked(leaf: jax.Array) -> jax.Array:
-    """A layer's weights as numbers again, once they are cut out of the stack."""
-    return lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
-
-
-def _check_params(config: ModelConfig, params: Mapping[str, Any], quantized: bool) -> None:
-    shapes = parameter_shapes(config, quantized=quantized)
-    for name in params:
-        if name not in shapes:
-            raise ValueError(f"parameter {name!r} is not one of this model; remove it.")
-    for name, shape in shapes.items():
-        if name not in params:
-            raise ValueError(f"parameter {name!r} {list(shape)} is missing; add it.")
-        if tuple(params[name].shape) != shape:
-            raise ValueError(
-                f"parameter {name!r} has shape {list(params[name].shape)}, but the model "
-                f"configuration needs {list(shape)}: is this the checkpoint of that model?"
-            )
-    _check_dtypes(params)
-
-
-def _check_dtypes(params: Mapping[str, Any]) -> None:
-    weights = jnp.dtype(params["embed.weight"].dtype)
-    if weights.name not in _WEIGHT_DTYPES:
-        raise ValueError(
-            f"parameter 'embed.weight' is {weights}: weights must be {', '.join(_WEIGHT_DTYPES)}."
-        )
-    for name, leaf in params.items():
-        needed = parameter_dtype(name, weights)
-        if leaf.dtype != needed:
-            raise ValueError(
-                f"parameter {name!r} is {leaf.dtype}, but must be {needed}: norms are float32, "
-                f"matrices have the type of 'embed.weight', and so have biases, but for int8, "
-                f"where biases and scales are float32; cast it."
-            )
-
-
-def parameter_dtype(name: str, weights: jnp.dtype) -> jnp.dtype:
-    """Type of the parameter ``name`` of a model whose matrices are ``weights``."""
-    stays_float32 = name.endswith("norm.weight") or (weights == jnp.int8 and not is_matrix(name))
-    return jnp.dtype(jnp.float32) if stays_float32 else weights

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from oxidize_jax.model.functional import EMBED_BITS, Decoder, Leaves, build, parameter_dtype
+from oxidize_jax.model.functional import Decoder, build
+from oxidize_jax.model.storage import EMBED_BITS, Leaves, parameter_dtype
 from oxidize_jax.model.transformer import APART, LAYERS, parameter_shapes
 
 

@@ -36,9 +36,9 @@ def quantize(params: Mapping[str, Any]) -> dict[str, Any]:
     ``params`` are a flat dict of float32 or bfloat16 by the names of
     :func:`~oxidize_jax.model.transformer.parameter_shapes`; the result has those of
     ``parameter_shapes(config, quantized=True)``, ``x.scale f32[.., out]`` among them, and is
-    what ``build`` takes for a decoder of int8 weights. Norms and biases are float32.
+    what ``build`` takes for a decoder of int8 weights. Norms, routers and biases are float32.
 
-    Works on arrays one layer at a time, on jax.ShapeDtypeStruct, and inside ``jit``.
+    Works on arrays one matrix at a time, on jax.ShapeDtypeStruct, and inside ``jit``.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in params.values()):
         return jax.eval_shape(quantize, dict(params))
@@ -54,7 +54,13 @@ def quantize(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_matrix(name: str) -> bool:
     """Whether the parameter ``name`` is a matrix, hence stored in the type of the weights."""
-    return name.endswith(".weight") and not name.endswith("norm.weight")
+    return name.endswith(".weight") and not stays_float32(name)
+
+
+def stays_float32(name: str) -> bool:
+    """Whether the parameter ``name`` is float32 with all types of weights: norms, and routers,
+    whose choice would else be another where two experts are near to each other."""
+    return name.endswith(("norm.weight", "router.weight"))
 
 
 def scale_name(name: str) -> str:
@@ -140,5 +146,5 @@ def _turn(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _quantize_stack(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of ``[out, in]`` or ``[L, out, in]``; a loop over L, so one layer at a time is float32."""
-    return quantize_weight(weight) if weight.ndim == 2 else lax.map(quantize_weight, weight)
+    """Of ``[..., out, in]``; a loop over what comes before, so one matrix at a time is float32."""
+    return quantize_weight(weight) if weight.ndim == 2 else lax.map(_quantize_stack, weight)

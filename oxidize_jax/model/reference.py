@@ -100,10 +100,28 @@ def _attention_block(
 
 
 def _mlp_block(config: ModelConfig, layer: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
+    if config.num_experts:
+        return _experts_block(config, layer, h)
     up = _linear(layer, "up", h)
     if not config.gated_mlp:
         return _linear(layer, "down", _activate(config, up))
     return _linear(layer, "down", _activate(config, _linear(layer, "gate", h)) * up)
+
+
+def _experts_block(config: ModelConfig, layer: Mapping[str, jax.Array], h: jax.Array) -> jax.Array:
+    """Every expert of every token, and the sum of those of the largest probabilities."""
+    odds = jnp.exp(_linear(layer, "router", h))
+    weights = odds / odds.sum(axis=-1, keepdims=True)
+    rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1)
+    weights = jnp.where(rank < config.num_experts_per_token, weights, 0)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    gate, up = (
+        jnp.einsum("ni,xoi->xno", h, layer[f"experts.{name}.weight"], precision="highest")
+        for name in ("gate", "up")
+    )
+    hidden, down = _activate(config, gate) * up, layer["experts.down.weight"]
+    return jnp.einsum("xni,xoi,nx->no", hidden, down, weights, precision="highest")
 
 
 def _activate(config: ModelConfig, x: jax.Array) -> jax.Array:

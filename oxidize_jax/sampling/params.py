@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping
@@ -25,9 +26,13 @@ MAX_BIAS = 100.0
 """Largest logit bias either way (OpenAI's range)."""
 MAX_BAD_WORDS = 256
 """Most bad words of one request, whatever the engine has room for."""
+MAX_TOKEN_IDS = 1_000_000
+"""Most ids in a list of one request, doubles counted."""
 
 _INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1
+_NO_IDS = (str, bytes, bytearray, memoryview, Mapping)
+"""Things of whole numbers that are no list of ids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,10 +235,15 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 def _token_ids(params: SamplingParams, name: str, none: str) -> tuple[int, ...]:
     value = getattr(params, name)
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    if isinstance(value, _NO_IDS) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={short_repr(value)}: must be a list of token ids; use {none}.")
+    given = tuple(itertools.islice(value, MAX_TOKEN_IDS + 1))
+    if len(given) > MAX_TOKEN_IDS:
+        raise ValueError(
+            f"{name} has over {MAX_TOKEN_IDS} ids, more than a vocabulary: name each id once."
+        )
     hint = "use ids of the vocabulary"
-    return tuple(_integer(name, item, 0, _INT32_MAX, hint) for item in value)
+    return tuple(_integer(name, item, 0, _INT32_MAX, hint) for item in given)
 
 
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
@@ -251,6 +261,11 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     for item in strings:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{name}={short_repr(item)}: must be a non-empty string; remove it.")
+        if any("\ud800" <= character <= "\udfff" for character in item):
+            raise ValueError(
+                f"{name}={short_repr(item)}: has a lone surrogate, which no text has; send the "
+                "character whole."
+            )
     return tuple(strings)
 
 

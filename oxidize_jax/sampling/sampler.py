@@ -86,7 +86,7 @@ class SampleOutput:
     """f32[C, P]; 0 where not wanted, and -inf past the end of a vocabulary smaller than P"""
     ranks: jax.Array
     """i32[C]: place of the drawn token in the vocabulary, 1 for the likeliest, in the order of
-    ``top_ids`` (vLLM counts equals as before it); 0 where not wanted, or where P is 0"""
+    ``top_ids`` (vLLM counts equals as before it); 0 where not wanted"""
 
 
 def sample(
@@ -218,7 +218,7 @@ def _alternatives(
     padding = ((0, 0), (0, size - present))
 
     def find() -> tuple[jax.Array, jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits, present)
+        values, ids = lax.top_k(logits, present)  # of 0 too: the rank is there without
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
         logprobs = jnp.where(rows, values - normalizer[:, None], 0)
         rank = jnp.where(wanted, _rank(logits, tokens, chosen), 0)
@@ -229,7 +229,7 @@ def _alternatives(
         none = jnp.zeros(shape, jnp.int32)
         return none, jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:1], jnp.int32)
 
-    return lax.cond(jnp.any(wanted), find, skip) if size else skip()
+    return lax.cond(jnp.any(wanted), find, skip)
 
 
 def _rank(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -19,9 +19,11 @@ MAX_CHOICES = 1_024
 class StructuredOutputsParams:
     """One of these, and the output is text of that kind (vLLM's names).
 
-    It is that to its end if the request finishes with ``stop``; with ``length``, or where a stop
-    string cuts it, it is the beginning of such a text. Raises ValueError naming the field, and
-    what to do.
+    It is that to its end if the request finishes with ``stop`` and no ``stop_reason``; with
+    ``length``, or where a stop string or an id of ``stop_token_ids`` cuts it, it is the beginning
+    of such a text. Such an id is sampled where the grammar allows its text, and ends the request
+    there. The model's own end-of-sequence ids are sampled only where the text may end, even if
+    they spell something. Raises ValueError naming the field, and what to do.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -81,7 +83,7 @@ def _schema_text(schema: Any) -> str:
     try:
         value = json_format.loads(schema) if isinstance(schema, str) else schema
         value = dict(value) if isinstance(value, Mapping) else value
-        text = json_format.dumps(value)
+        text = json_format.dumps(value, allow_nan=False)
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply; make it flatter.") from None
     except (TypeError, ValueError) as error:

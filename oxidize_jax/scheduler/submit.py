@@ -12,6 +12,7 @@ import numpy as np
 
 from oxidize_jax.arrays import at_index
 from oxidize_jax.config import EngineConfig
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.fields import SAMPLING_FIELDS, SamplingFields
 from oxidize_jax.scheduler.rows import finish
 from oxidize_jax.scheduler.state import (
@@ -80,11 +81,11 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, before 32-bit arithmetic could wrap them."""
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            raise ValueError(f"{name}[{i}]={token!r}: token ids must be whole numbers.")
+            raise ValueError(f"{name}[{i}]={short_repr(token)}: token ids must be whole numbers.")
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"{name}[{i}]={token}: token ids must be in 0 to {vocab_size - 1}, "
-                f"the model's vocabulary."
+                f"{name}[{i}]={short_repr(int(token))}: token ids must be in 0 to "
+                f"{vocab_size - 1}, the model's vocabulary."
             )
 
 

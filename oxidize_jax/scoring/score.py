@@ -21,6 +21,7 @@ from jax import lax
 from oxidize_jax.batch.descriptor import BatchDescriptor
 from oxidize_jax.engine.inputs import Prompts, check_prompts
 from oxidize_jax.engine.step import Params
+from oxidize_jax.messages import short_repr
 from oxidize_jax.model.functional import Decoder
 from oxidize_jax.model.leaves import leaves_of
 from oxidize_jax.scoring.programs import ScoringModel, score_tokens
@@ -43,14 +44,16 @@ class ScoreConfig:
     def __post_init__(self) -> None:
         if not hasattr(self.model, "hidden_states"):
             raise ValueError(
-                f"model={self.model!r:.40}: must be a model, such as the decoder that "
+                f"model={short_repr(self.model)}: must be a model, such as the decoder that "
                 f"oxidize_jax.model.functional.build returns."
             )
         for name in ("max_num_batched_tokens", "block_size", "prefill_tile"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or not 1 <= value <= _INT32_MAX:
-                raise ValueError(f"{name}={value!r}: must be a whole number, 1 to {_INT32_MAX}.")
+                raise ValueError(
+                    f"{name}={short_repr(value)}: must be a whole number, 1 to {_INT32_MAX}."
+                )
 
 
 @state

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from oxidize_jax.sampling.structured import StructuredOutputsParams
-from oxidize_jax.structured.guidance import GuidanceGrammar, Vocabulary, compile_grammar
+from oxidize_jax.structured.guidance import GuidanceGrammar, Vocabulary, compile_grammar, first_line
 from oxidize_jax.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 10.0
@@ -95,5 +95,5 @@ class GrammarCompiler:
         if isinstance(result[0], ValueError):
             raise result[0]
         if isinstance(result[0], BaseException):
-            raise ValueError(f"{where}: {' '.join(str(result[0]).split())}") from result[0]
+            raise ValueError(f"{where}: {first_line(f'panic: {result[0]}')}") from None
         return result[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from oxidize_jax.messages import short_repr
 from oxidize_jax.sampling.structured import StructuredOutputsParams
 from oxidize_jax.sampling.token_mask import pack_token_mask, unpack_token_mask
 from oxidize_jax.structured.references import check_references
@@ -51,6 +52,9 @@ class Vocabulary:
     """Ids that end a sequence."""
     names: Mapping[str, int]
     """Special tokens by their text."""
+    text_ends: tuple[bytes, ...] = ()
+    """Text of the ids in :attr:`ends` that are no special tokens: it ends an output wherever it
+    is sampled, so that only other tokens can spell it."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -75,8 +79,16 @@ class Vocabulary:
             spoken=spoken,
             unended=spoken & pack_token_mask(vocab_size, None, ends),
             ends=frozenset(ends),
+            text_ends=tuple(pieces[i] for i in ends if i not in tokenizer.special_token_ids),
             names={pieces[i].decode("utf-8", "replace"): i for i in tokenizer.special_token_ids},
         )
+
+    @property
+    def unspelled(self) -> str:
+        """What is wrong where a grammar allows none of the tokens."""
+        ends = [end.decode("utf-8", "replace") for end in self.text_ends if end]
+        but = f"; {' and '.join(map(short_repr, ends))} ends an output and is never part of one"
+        return f"no text keeps to it that this vocabulary can spell{but if ends else ''}; mend it."
 
 
 class _Backend:
@@ -130,7 +142,10 @@ class GuidanceGrammar:
             self._check()
             # An id that ends a sequence may be text to llguidance, which it cannot be here.
             known = self.vocabulary.spoken if self.is_complete else self.vocabulary.unended
-            self._mask = words[: known.size] & known
+            words = words[: known.size] & known
+            if not (words.any() or self._ended):
+                raise ValueError(self.vocabulary.unspelled)
+            self._mask = words
         return self._mask
 
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -166,7 +181,7 @@ class GuidanceGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(_first_line(self._matcher.get_error()))
+            raise ValueError(first_line(self._matcher.get_error()))
 
 
 def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> GuidanceGrammar:
@@ -175,21 +190,20 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
     try:
         source = _source(lib, params)
     except ValueError as error:
-        raise ValueError(f"{where}: {_first_line(str(error))}") from None
+        raise ValueError(f"{where}: {first_line(str(error))}") from None
     limits = lib.LLParserLimits(**_LIMITS)
     matcher = lib.LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ValueError(f"{where}: {_first_line(matcher.get_error())}")
+        raise ValueError(f"{where}: {first_line(matcher.get_error())}")
     if params.kind == "grammar":
         _check_tokens(vocabulary, where, params.text)
     grammar = GuidanceGrammar(vocabulary, matcher)
     try:
-        mask = grammar.mask()
         _try_some_tokens(grammar)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise ValueError(f"{where}: no text keeps to it that this vocabulary can spell; mend it.")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise ValueError(f"{where}: {vocabulary.unspelled}")
     return grammar
 
 
@@ -204,7 +218,8 @@ def _check_tokens(vocabulary: Vocabulary, where: str, text: str) -> None:
 
 
 def _try_some_tokens(grammar: GuidanceGrammar) -> None:
-    """Raises ValueError where a limit is met behind the first token: some show only there."""
+    """Raises ValueError where a limit is met, or nothing can be spelled, at the start or behind
+    the first token: some limits show only there."""
     words = grammar.mask() & grammar.vocabulary.unended
     ids = np.flatnonzero(unpack_token_mask(words, 32 * words.size))
     for token in ids[:: max(1, ids.size // _TRIED)]:
@@ -244,12 +259,21 @@ def _ends_in_escape(regex: str) -> bool:
     return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
 
 
-def _first_line(message: str) -> str:
+def first_line(message: str) -> str:
     """What is wrong, in one line of bearable length."""
-    line = " ".join(message.split()) or "the grammar cannot be used"
+    # Of a panic of its own, which it catches, llguidance tells the backtrace too.
+    told, backtrace, _ = message.partition("<backtrace>")
+    line = " ".join(told.split()) or "the grammar cannot be used"
+    if backtrace or line.startswith("panic:"):
+        line = f"it breaks the parser ({_shortened(line.removeprefix('panic:').strip(), 160)})"
+        line += "; write it in another way"
     if "NoExtensionBias" in line:  # its name for what cannot be begun
         line = "no text keeps to it; mend it"
-    return f"{line if len(line) <= 300 else line[:300] + '...'} (llguidance)"
+    return f"{_shortened(line, 300)} (llguidance)"
+
+
+def _shortened(line: str, most: int) -> str:
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def llguidance() -> Any:

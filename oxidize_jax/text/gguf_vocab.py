@@ -18,7 +18,9 @@ from oxidize_jax.text.tokenizer import Tokenizer, make_tokenizer
 
 try:
     import tokenizers
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import decoders, models, normalizers, processors
+
+    from oxidize_jax.text.pre_tokenizers import WORD_RULES
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(
         "Reading a tokenizer needs the tokenizers package: pip install tokenizers"
@@ -62,13 +64,14 @@ EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
     """Implements :meth:`Tokenizer.from_gguf`.
 
-    ``tokenizer.ggml.model`` is ``gpt2`` (byte-level BPE; ``tokenizer.ggml.pre`` names
-    the pre-tokenizer, see :data:`PRE_TOKENIZERS`) or ``llama`` (SentencePiece BPE).
+    ``tokenizer.ggml.model`` is ``gpt2`` (byte-level BPE; ``tokenizer.ggml.pre`` names the
+    pre-tokenizer: :mod:`~oxidize_jax.text.pre_tokenizers`) or ``llama`` (SentencePiece BPE).
 
     Control and unknown tokens (types 3, 2) are special; user-defined ones (4) are matched
     in a text like them but are text when decoded. Unused ids (5: padding that a converter
     put in) are no tokens: nothing encodes to them and they decode to nothing. GGUF does
-    not keep ``lstrip``/``rstrip`` of a token, so none strips the text beside it.
+    not keep ``lstrip``/``rstrip`` of a token, so none strips the text beside it, but for
+    Phi-3's marks of turns, which are known to take the blanks behind them.
     """
     metadata = source if isinstance(source, Mapping) else _read_metadata(Path(source))
     template = metadata.get("tokenizer.chat_template")
@@ -85,7 +88,8 @@ def load_gguf(source: str | Path | Mapping[str, Any]) -> Tokenizer:
             f"tokenizer.ggml.model={reprlib.repr(kind)} is not supported: only 'gpt2' "
             "(byte-level BPE) and 'llama' (SentencePiece) are."
         )
-    _add_matched_tokens(backend, vocab)
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_matched_tokens(backend, vocab, _PHI3_KEEPS_BLANKS if is_phi3 else None)
     _add_sequence_ends(backend, vocab, adds_bos)
     return make_tokenizer(
         backend,
@@ -206,51 +210,14 @@ class _Vocabulary:
         return self.of_type(*(kind for kind in TokenType if kind != TokenType.UNUSED))
 
 
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """Cuts at each pattern in turn, then spells the parts in bytes."""
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*cuts, spell])
-
-
-def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-
-
-PRE_TOKENIZERS = {
-    "smollm": _digits_then_gpt2,
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    "llama-bpe": lambda: _split(_LLAMA3_WORDS % "1,3"),
-    "llama-v3": lambda: _split(_LLAMA3_WORDS % "1,3"),
-    "llama3": lambda: _split(_LLAMA3_WORDS % "1,3"),
-    "qwen2": lambda: _split(_LLAMA3_WORDS % "1"),
-    # What llama.cpp falls back to for a file that names none: nobody's own tokenizer.
-    "default": lambda: _split(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
-}
-"""``tokenizer.ggml.pre`` -> how a text is cut into the words that BPE works in."""
-
-_LLAMA3 = ("llama-bpe", "llama-v3", "llama3")
-
-
 def _byte_level_bpe(vocab: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """The backend, and whether this family adds a BOS unless told otherwise."""
     pre = vocab.get("pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    rules = WORD_RULES.get(pre)
+    if rules is None:
         raise ValueError(
             f"tokenizer.ggml.pre={reprlib.repr(pre)} is not supported (only "
-            f"{', '.join(PRE_TOKENIZERS)}): a wrong pre-tokenizer gives wrong ids; load the "
+            f"{', '.join(WORD_RULES)}): a wrong pre-tokenizer gives wrong ids; load the "
             "tokenizer from a Hugging Face folder."
         )
     if vocab.get("add_space_prefix", False):
@@ -259,13 +226,12 @@ def _byte_level_bpe(vocab: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
             "tokenizer from a Hugging Face folder."
         )
     merges = [_merge(index, line) for index, line in enumerate(vocab.need("merges"))]
-    # Llama 3's vocabulary has words that its merges do not reach: a whole word goes first.
-    backend = _bpe(vocab.used(), merges, ignore_merges=pre in _LLAMA3)
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    if pre == "qwen2":
+    backend = _bpe(vocab.used(), merges, ignore_merges=rules.whole_words)
+    backend.pre_tokenizer = rules.make()
+    if rules.nfc:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    return backend, pre in _LLAMA3
+    return backend, rules.adds_bos
 
 
 def _merge(index: int, line: str) -> tuple[str, str]:
@@ -347,15 +313,32 @@ def _bpe(
         ) from None
 
 
-def _add_matched_tokens(backend: tokenizers.Tokenizer, vocab: _Vocabulary) -> None:
-    """Makes the tokens that are found in a text before it is cut into words."""
+_PHI3_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Matched tokens without ``rstrip`` in the tokenizer.json of Phi-3 and 3.5; all others have it."""
+
+
+def _add_matched_tokens(
+    backend: tokenizers.Tokenizer, vocab: _Vocabulary, keep_blanks: frozenset[str] | None
+) -> None:
+    """Makes the tokens that are found in a text before it is cut into words.
+
+    They take the blanks behind them where they are not among ``keep_blanks``; None keeps all.
+    """
+
+    def matched(tokens: Iterable[str], special: bool) -> list[tokenizers.AddedToken]:
+        return [
+            tokenizers.AddedToken(
+                token,
+                special=special,
+                normalized=False,
+                rstrip=keep_blanks is not None and token not in keep_blanks,
+            )
+            for token in tokens
+        ]
+
     special = vocab.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-    backend.add_special_tokens(_matched(special, special_token=True))
-    backend.add_tokens(_matched(vocab.of_type(TokenType.USER_DEFINED), special_token=False))
-
-
-def _matched(tokens: Iterable[str], special_token: bool) -> list[tokenizers.AddedToken]:
-    return [tokenizers.AddedToken(t, special=special_token, normalized=False) for t in tokens]
+    backend.add_special_tokens(matched(special, special=True))
+    backend.add_tokens(matched(vocab.of_type(TokenType.USER_DEFINED), special=False))
 
 
 def _add_sequence_ends(backend: tokenizers.Tokenizer, vocab: _Vocabulary, adds_bos: bool) -> None:

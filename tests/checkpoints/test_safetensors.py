@@ -336,5 +336,5 @@ def test_odd_config_is_not_called_unsupported(tmp_path, config, params):
 def test_layers_that_are_not_in_the_file(tmp_path, config, params, layers):
     changes = {"num_hidden_layers": layers}
     folder = write_hf_folder(tmp_path, config, params, changes=changes)
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.|num_layers=2147483647"):
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.|num_hidden_layers=2147483647"):
         load_checkpoint(folder)

@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def fetched(cache, monkeypatch):
     """A built-in model of four bytes, as if it had been fetched."""
-    model = builtin.BuiltinModel("p==1", "f/m.gguf", 4, "0" * 64, "MIT", "Four bytes")
+    model = builtin.BuiltinModel((), "m.gguf", 4, "0" * 64, "MIT", "Four bytes")
     monkeypatch.setitem(builtin.BUILTIN_MODELS, "four", model)
     path = builtin.builtin_path("four")
     path.parent.mkdir(parents=True)
@@ -51,6 +51,7 @@ def test_list_says_what_there_is_and_what_is_here(run, fetched):
     four = out.index("four")
     assert "Apache-2.0." in out[out.index(NAME) : four]
     assert "not fetched yet" in out[out.index(NAME) : four]
+    assert "Gemma Terms of Use (https://ai.google.dev/gemma/terms)." in " ".join(out.split())
     assert f"here: {fetched}" in " ".join(out[four:].split())
     assert "MIT." in out
     assert str(fetched.parent.parent) in out.splitlines()[-1]
@@ -123,7 +124,7 @@ def test_nothing_is_fetched_to_describe(refused, cache, monkeypatch):
 
 def test_unknown_models(refused, tmp_path):
     assert "no such file" in refused("models", tmp_path / "m.gguf")
-    assert f"these are: {NAME}" in refused("fetch", "smol")
+    assert f"these are: gemma-3-270m, {NAME}" in refused("fetch", "smol")
 
 
 def test_fetch_prints_the_path_alone(run, fetched, monkeypatch):

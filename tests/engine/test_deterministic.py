@@ -19,6 +19,7 @@ from oxidize_jax.engine.engine import Engine, EngineRequest
 from oxidize_jax.engine.step import init_state
 from oxidize_jax.model.config import ModelConfig
 from oxidize_jax.model.functional import build
+from oxidize_jax.model.quantize import quantize
 from oxidize_jax.sampling.keys import child_key
 
 MODEL = ModelConfig(
@@ -192,6 +193,33 @@ def test_any_neighbours(engine, alone, before, after, one, steps):
     expected = alone(one)
     got = bits(engine, [*before, one, *after], max_steps=steps)
     assert got[len(before)] == expected
+
+
+def test_int8_alone_among_neighbours_preempted_in_chunks_and_with_its_prefix_cached():
+    """The tests above are of float32; of these weights the sums are whole numbers, the scales,
+    norms and attention round as theirs do, and keys and values once more."""
+    params = quantize(jax.tree.map(jnp.asarray, random_params(MODEL)))
+    engine = Engine(CONFIG, *build(MODEL, params, kv_dtype="bfloat16"))
+
+    def alone(request):
+        engine.reset_prefix_cache()
+        return bits(engine, [request])[0]
+
+    expected = alone(ONE)
+    assert len(set(expected[0])) > 6
+    hits = cached_tokens(engine)
+    assert bits(engine, [ONE], max_steps=1) == [expected]
+    assert cached_tokens(engine) - hits == 36
+    others = varied(12)
+    for place in (0, 7):
+        engine.reset_prefix_cache()
+        assert bits(engine, [*others[:place], ONE, *others[place:]])[place] == expected
+    tokens = ONE.prompt_token_ids
+    company = [dataclasses.replace(ONE, prompt_token_ids=tokens[i:]) for i in range(6)]
+    before = preemptions(engine)
+    got = bits(engine, [dataclasses.replace(one, use_cache=False) for one in company])
+    assert preemptions(engine) > before
+    assert got == [alone(one) for one in company]
 
 
 def test_the_program_does_not_copy_the_cache(decoder, engine):

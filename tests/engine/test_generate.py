@@ -27,7 +27,8 @@ from oxidize_jax.engine.inputs import (
 )
 from oxidize_jax.engine.request import EngineRequest
 from oxidize_jax.llm import LLM
-from oxidize_jax.model.functional import build, parameter_dtype
+from oxidize_jax.model.functional import build
+from oxidize_jax.model.storage import parameter_dtype
 from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.scheduler.state import LENGTH, POOL_EXHAUSTED, STOPPED
 

@@ -11,7 +11,6 @@ from host_engine import CONFIG, request, run, tokens
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from residues import Residues
 
-from oxidize_jax import executables
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.engine import Engine, EngineStepError
 from oxidize_jax.engine.request import EngineRequest
@@ -144,7 +143,6 @@ def no_adopted(monkeypatch):
 def cache(tmp_path, monkeypatch):
     """The cache folder, switched on for executables only."""
     monkeypatch.setenv("OXIDIZE_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(executables, "_enabled", True)
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -166,7 +164,7 @@ def test_a_run_that_another_process_left_is_not_traced(engine, cache, no_adopted
     fresh = quick_jit(run_steps, static_argnums=(0, 1), donate_argnums=3)
     monkeypatch.setattr(programs, "traced_run", fresh)
     warm_up()
-    assert [path.name.partition("-")[0] for path in cache.iterdir()] == ["run"]
+    assert [path.name.partition("-")[0] for path in cache.iterdir()] == ["run"] * 2
     assert no_adopted == {}
     monkeypatch.setattr(programs, "traced_run", None)
     warm_up()

@@ -25,7 +25,7 @@ def tiny_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_llm(tiny_path):
     def make(**options):
-        return LLM(tiny_path, **{**SIZES, **options})
+        return LLM(**{"model": tiny_path, **SIZES, **options})
 
     return make
 

@@ -1,5 +1,6 @@
 """LLM: what goes in and out, and that neighbours, chunks and streams change nothing."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -70,9 +71,25 @@ def test_logprobs_none_zero_and_outside_the_alternatives(llm):
     tokens = none.outputs[0].token_ids
     assert zero.outputs[0].token_ids == one.outputs[0].token_ids == tokens
     assert [list(entry) for entry in zero.outputs[0].logprobs] == [[t] for t in tokens]
-    assert [e[t].rank for t, e in zip(tokens, zero.outputs[0].logprobs, strict=True)] == [None] * 9
     ranks = [e[t].rank for t, e in zip(tokens, one.outputs[0].logprobs, strict=True)]
+    assert [e[t].rank for t, e in zip(tokens, zero.outputs[0].logprobs, strict=True)] == ranks
+    assert max(ranks) > 3
     assert [len(e) for e in one.outputs[0].logprobs] == [1 + (rank > 1) for rank in ranks]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ranks_of_tokens_in_prompt_and_output_are_those_of_a_score(llm, count):
+    params = SamplingParams(
+        seed=1, max_tokens=9, logprobs=count, prompt_logprobs=count, temperature=5, ignore_eos=True
+    )
+    (output,) = llm.generate("a prompt", params)
+    ids, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+    (scored,) = llm.score([[*output.prompt_token_ids, *ids]])
+    prompt = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    ranks = [None if entry is None else entry[token].rank for token, entry in prompt]
+    ranks += [entry[token].rank for token, entry in zip(ids, entries, strict=True)]
+    assert ranks == list(scored.token_ranks)
+    assert max(ranks[1:]) > 3
 
 
 def test_a_token_outside_the_alternatives_has_its_rank_in_the_vocabulary(llm):
@@ -457,6 +474,28 @@ def test_salts_are_numbered_and_a_forgotten_one_gets_a_new_number():
     numbers = [salts.number({"prompt": "x", "cache_salt": s}) for s in "abacb"]
     assert numbers == [1, 2, 1, 3, 4]
     assert salts.number("x") == salts.number({"prompt": "x"}) == 0
+
+
+def test_two_threads_never_get_the_number_of_one_salt():
+    """It would let one tenant read what the other has in the cache."""
+    salts, late = CacheSalts(), []
+
+    def number(salt):
+        return salts.number({"prompt": "x", "cache_salt": salt})
+
+    other = threading.Thread(target=lambda: late.append(number("b")))
+
+    class Interrupted(collections.OrderedDict):
+        def __setitem__(self, salt, value):
+            super().__setitem__(salt, value)
+            if salt == "a":
+                other.start()
+                other.join(0.2)  # as long as it would take, were it let in
+
+    salts._numbers = Interrupted()
+    first = number("a")
+    other.join()
+    assert [first, *late] == [1, 2]
 
 
 def test_a_trace_of_an_llm_replays_without_the_model(make_llm, tmp_path):

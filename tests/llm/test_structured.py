@@ -65,6 +65,35 @@ def test_cut_off_it_is_a_beginning(llm):
     assert output.outputs[0].finish_reason == "length"
 
 
+def test_an_id_that_stops_may_be_text_of_the_grammar_and_ends_it_there(llm):
+    (b,) = llm.tokenizer.encode("b")
+    structured = StructuredOutputsParams(regex="a{4}b{3}c")
+    for asked, ids, text in (
+        ({}, 5, "aaaa"),
+        ({"min_tokens": 2}, 5, "aaaa"),
+        ({"max_tokens": 4}, 4, "aaaa"),
+    ):
+        asked = {"stop_token_ids": [b], "structured_outputs": structured, "max_tokens": 20, **asked}
+        (output,) = llm.generate("hello", SamplingParams(**asked))
+        (one,) = output.outputs
+        assert (len(one.token_ids), one.text) == (ids, text)
+        stopped = ("stop", b) if ids == 5 else ("length", None)
+        assert (one.finish_reason, one.stop_reason) == stopped
+        deltas = list(llm.stream("hello", SamplingParams(**asked)))
+        assert "".join(delta.text for delta in deltas) == text
+    # It is kept from being sampled, and nothing else may come: the request ends by name.
+    (output,) = llm.generate("hello", SamplingParams(**{**asked, "min_tokens": 6, "max_tokens": 9}))
+    assert output.outputs[0].text == "aaaa"
+    assert output.outputs[0].finish_reason == "abort"
+    assert "min_tokens" in output.outputs[0].stop_reason
+    # Where the text may go on with another token, it does.
+    structured = StructuredOutputsParams(regex="a{4}[bd]c")
+    asked = {**asked, "structured_outputs": structured, "min_tokens": 5, "max_tokens": 9}
+    (output,) = llm.generate("hello", SamplingParams(**asked))
+    assert output.outputs[0].text == "aaaadc"
+    assert output.outputs[0].finish_reason == "stop"
+
+
 def test_a_stream_gives_the_same(llm):
     asked = params(json=SCHEMA, seed=9)
     (whole,) = llm.generate("hello", asked)

@@ -131,6 +131,10 @@ FEATURES = {
         {"rope_scaling": RopeScaling()},
         {"layer_windows": ()},
     ],
+    "mixtral": [{"norm_topk_prob": False}, {"num_experts_per_token": 3}],
+    "mixtral_window": [{"layer_windows": ()}],
+    "qwen3_moe": [{"norm_topk_prob": False}, {"num_experts_per_token": 2}],
+    "qwen3_moe_unnormed": [{"norm_topk_prob": True}],
     "gpt2": [{"activation": "gelu"}],
 }
 """What of a configuration no shape of a parameter gives away."""
@@ -174,8 +178,8 @@ def test_ld05_a_sequence_that_grows_past_the_limit_keeps_its_factors(longest, tm
 
 
 # The other families differ from these in nothing that depends on the type of the weights.
-LADDER = ["gemma2", "gpt2"]
-SLOW_LADDER = ["olmo2", "phi3_partial", "gemma3", "qwen3", "smollm3"]
+LADDER = ["gemma2", "gpt2", "mixtral"]
+SLOW_LADDER = ["olmo2", "phi3_partial", "gemma3", "qwen3", "smollm3", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -204,7 +208,7 @@ def test_only_blocks_in_the_window_are_read(platform, tmp_path, kit, monkeypatch
     Only not the first block, which is read in the place of blocks that are not written yet. An
     accelerator masks what it reads, so there the results alone are compared.
     """
-    monkeypatch.setattr(attention, "_plan", lambda *_: attention._Plan(rows=1, chunk=1))
+    monkeypatch.setattr(attention, "_plan", lambda *_: attention.Plan(rows=1, chunk=1))
     golden = read_golden("mistral")
     loaded = load_checkpoint(write_golden_folder(tmp_path, golden))
     assert loaded.config.layer_windows == (7, 7)
@@ -238,7 +242,7 @@ def test_windows_of_alternate_layers_on_an_accelerator(tmp_path, kit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "smollm3"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "smollm3", "qwen3_moe"])
 def test_the_engine_generates_these_tokens_under_preemption(name, tmp_path):
     golden = read_golden(name)
     loaded = load_checkpoint(write_golden_folder(tmp_path, golden))

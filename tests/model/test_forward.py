@@ -190,7 +190,7 @@ def test_jx01_an_absent_block_within_the_context_is_not_attended_to(kit):
 
 def test_tables_wider_than_any_chunk_and_not_its_multiple(kit, monkeypatch):
     config = kit.configs["gqa_tied"]
-    monkeypatch.setattr(attention, "_plan", lambda *_: attention._Plan(rows=1, chunk=3))
+    monkeypatch.setattr(attention, "_plan", lambda *_: attention.Plan(rows=1, chunk=3))
     params, tokens = kit.params(config), prompt(config, 17)
     table = shuffled_tables(1, 5, seed=2)[0]
     decoder, leaves = build(config, params)

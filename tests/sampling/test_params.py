@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -173,6 +174,21 @@ def test_sm16_stop_token_ids_refuses(value):
 @pytest.mark.parametrize("value", ["", [""], ["a", ""], [1], 5, ["a"] * (MAX_STOP_STRINGS + 1)])
 def test_stop_refuses(value):
     refused(stop=value)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_a_lone_surrogate_is_refused_for_no_text_has_one(name):
+    for value in ("\ud800", ["a", "b\udfffc"]):
+        assert "lone surrogate" in refused(**{name: value})
+    assert getattr(SamplingParams(**{name: "\U0001f600"}), name) == ("\U0001f600",)
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "banned_token_ids"])
+def test_ids_without_end_and_things_that_are_no_list_are_refused(name):
+    assert "over 1000000 ids" in refused(**{name: itertools.repeat(5)})
+    for value in ({5: 1.0}, bytearray(b"a"), memoryview(b"a")):
+        assert "must be a list of token ids" in refused(**{name: value})
+    assert getattr(SamplingParams(**{name: iter([5, 6])}), name) == (5, 6)
 
 
 def test_sv07_many_stop_strings_are_not_echoed():

@@ -346,6 +346,7 @@ def test_sm09_more_alternatives_than_the_vocabulary(size):
     assert out.top_ids.shape == out.top_logprobs.shape == (1, size)
     np.testing.assert_array_equal(out.top_ids[0, :5], [1, 2, 4, 0, 3][:size])
     assert (np.asarray(out.top_logprobs[0, 5:]) == -np.inf).all()
+    assert out.ranks.tolist() == [1]  # it needs no alternatives
 
 
 def test_padding_rows_change_nothing_and_stay_finite():

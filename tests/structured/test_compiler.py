@@ -1,6 +1,7 @@
 """Grammars through llguidance, on a vocabulary of bytes."""
 
 import json
+import re
 import sys
 import threading
 
@@ -71,8 +72,13 @@ def test_an_end_that_is_text_is_no_text(compiled, tokenizer):
     assert end not in allowed(grammar, tokenizer)
     assert grammar.accept(tokenizer.encode('"'))
     assert end in allowed(grammar, tokenizer)  # it may end here
-    with pytest.raises(ValueError, match="choice: no text keeps to it"):
-        compiled(choice=["#1", "#2"])
+    for choice in (["#1", "#2"], ["a#", "b#c"]):  # at the start, or behind a token
+        with pytest.raises(ValueError, match=r"choice: no text keeps to it.*'#' ends an output"):
+            compiled(choice=choice)
+    dead = compiled(regex="ab(c#|d)")
+    assert dead.accept(tokenizer.encode("abc"))
+    with pytest.raises(ValueError, match="'#' ends an output and is never part of one"):
+        dead.mask()
 
 
 @pytest.mark.parametrize("item", ["\x7f", "a", 'say "hi"\n', "naïve ☃", "\\d+", "a|b"])
@@ -151,6 +157,19 @@ def test_what_cannot_be_kept_to_is_refused_by_name_in_one_line(compiled, fields,
         compiled(**fields)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 450
+
+
+def test_a_panic_of_llguidance_is_told_in_a_line_without_its_backtrace(compiled, capfd):
+    with pytest.raises(ValueError, match=r"^structured_outputs\.grammar: it breaks the") as refused:
+        compiled(grammar="start: y\ny[stop=/a/]: ")
+    said = str(refused.value)
+    assert re.search(
+        r"parser \(assertion failed.*\); write it in another way \(llguidance\)$", said
+    )
+    assert "\n" not in said
+    assert "backtrace" not in said
+    assert len(said) < 250
+    assert capfd.readouterr().err == ""
 
 
 HOSTILE = {

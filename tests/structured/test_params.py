@@ -15,6 +15,8 @@ from oxidize_jax.sampling.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS
         ({"regex": "a", "choice": ["a"]}, "has regex and choice: give exactly one"),
         ({"json": "{"}, "structured_outputs.json='{': not a JSON schema"),
         ({"json": "[]"}, "must be a JSON object"),
+        ({"json": {"const": float("nan")}}, "structured_outputs.json=.*not a JSON schema"),
+        ({"json": '{"maximum": Infinity}'}, "structured_outputs.json=.*not a JSON schema"),
         ({"json": {"a": {1, 2}}}, "not a JSON schema"),
         ({"json": "[" * 100_000}, "nested too deeply"),
         ({"regex": ""}, "structured_outputs.regex='': must be text, not empty"),

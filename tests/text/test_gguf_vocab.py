@@ -101,6 +101,18 @@ def test_tk01_bos_as_the_file_says(byte_level_metadata, spm_metadata):
     assert not added(spm_metadata(add_bos_token=False))
 
 
+def test_tk04_marks_of_turns_of_phi3_take_the_blanks_behind_them(spm_metadata):
+    plain = Tokenizer.from_gguf(spm_metadata())
+    phi3 = Tokenizer.from_gguf(spm_metadata() | {"general.architecture": "phi3"})
+    hi = plain.encode("Hi", add_special_tokens=False)
+    end, begin = plain.encode("<|im_end|><s>", add_special_tokens=False)
+    assert phi3.encode("<|im_end|>\n Hi<|im_end|>\n", add_special_tokens=False) == [end, *hi, end]
+    assert plain.encode("<|im_end|>\nHi", add_special_tokens=False) != [end, *hi]
+    # The beginning of a text is no mark of a turn.
+    spaced = plain.encode("<s> Hi", add_special_tokens=False)
+    assert phi3.encode("<s> Hi", add_special_tokens=False) == spaced != [begin, *hi]
+
+
 def test_eos_is_added_where_the_file_says(spm_metadata):
     tokenizer = Tokenizer.from_gguf(spm_metadata(add_eos_token=True))
     assert tokenizer.encode("") == [1, 2]
@@ -181,7 +193,7 @@ def test_chat_template_and_names_come_from_the_file(byte_level_metadata):
     [
         ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported"),
         ({"model": None}, "tokenizer.ggml.model=None is not supported"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported"),
+        ({"pre": "mpt"}, "tokenizer.ggml.pre='mpt' is not supported"),
         ({"add_space_prefix": True}, "add_space_prefix=true with pre='gpt-2' is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),

@@ -43,6 +43,20 @@ _PHI3 = _LLAMA | {
     "hidden_size": 48,
     "tie_word_embeddings": False,
 }
+_QWEN3_MOE = (
+    _LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 3,
+        "moe_intermediate_size": 13,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    | _rope(1000.0)
+)
 _GEMMA = _LLAMA | {
     "sliding_window": 9,
     "query_pre_attn_scalar": 12,
@@ -120,6 +134,28 @@ MODELS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     },
+    "mixtral": _LLAMA
+    | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": None,
+        "intermediate_size": 21,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    }
+    | _rope(500.0),
+    "mixtral_window": _LLAMA
+    | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": 7,
+        "intermediate_size": 22,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+    }
+    | _rope(500.0),
+    "qwen3_moe": _QWEN3_MOE | {"norm_topk_prob": True},
+    "qwen3_moe_unnormed": _QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

@@ -19,12 +19,14 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from family_models import MODELS, NUM_OUTPUTS, PROMPT_LENGTH, draw, prompt
+from safetensors.numpy import load_file
 
 CLEAR = 0.02
 """Every greedy choice is clear by that much: far more than float32 loses, see the tests."""
@@ -47,12 +49,12 @@ def make_golden(fields: dict[str, Any], seed: int) -> dict[str, Any] | None:
     options = json.loads(json.dumps(options))
     config_class = transformers.CONFIG_MAPPING[options.pop("model_type")]
     config = config_class(**options, attn_implementation="eager")
+    config._experts_implementation = "eager"  # others ask for sizes that are multiples of 16 bytes
     model = getattr(transformers, fields["architectures"][0])(config).float().eval()
     shapes = stored_shapes(model)
     weights = draw(seed, fields, shapes)
-    problem = model.load_state_dict(
-        {n: torch.from_numpy(w) for n, w in weights.items()}, strict=False
-    )
+    fused = {n: torch.from_numpy(w) for n, w in fuse_experts(weights).items()}
+    problem = model.load_state_dict(fused, strict=False)
     assert not problem.unexpected_keys, problem
     assert set(problem.missing_keys) <= {"lm_head.weight"}, problem
     model.tie_weights()
@@ -78,13 +80,45 @@ def make_golden(fields: dict[str, Any], seed: int) -> dict[str, Any] | None:
 
 
 def stored_shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Tensors that save_pretrained would write: a tied head is not among them."""
+    """Tensors that save_pretrained would write: a tied head is not among them.
+
+    Of experts it writes each by itself, other than they are in memory.
+    """
     tied = model.config.tie_word_embeddings
-    return {
-        name: list(values.shape)
-        for name, values in model.state_dict().items()
-        if not (tied and name == "lm_head.weight")
-    }
+    if not any(".experts." in name for name in model.state_dict()):
+        return {
+            name: list(values.shape)
+            for name, values in model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = load_file(pathlib.Path(folder) / "model.safetensors")
+    return {name: list(values.shape) for name, values in saved.items()}
+
+
+GATE_UP_DOWN = {"mixtral": ("w1", "w3", "w2"), "qwen3": ("gate_proj", "up_proj", "down_proj")}
+
+
+def fuse_experts(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights by the names of the modules in memory."""
+    fused, experts = {}, {}
+    for name, values in weights.items():
+        before, is_expert, after = name.partition(".experts.")
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        if not is_expert:
+            fused[name] = values
+            continue
+        index, kind, _ = after.split(".")
+        layer = experts.setdefault(before.replace(".block_sparse_moe", ".mlp"), {})
+        layer[int(index), kind] = values
+    for before, layer in experts.items():
+        count = 1 + max(index for index, _ in layer)
+        kinds = next(k for k in GATE_UP_DOWN.values() if (0, k[0]) in layer)
+        gate, up, down = (np.stack([layer[i, kind] for i in range(count)]) for kind in kinds)
+        fused[f"{before}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        fused[f"{before}.experts.down_proj"] = down
+    return fused
 
 
 if __name__ == "__main__":

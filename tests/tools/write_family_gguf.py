@@ -20,9 +20,11 @@ Fields = Mapping[str, Any]
 ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
@@ -30,7 +32,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
 """``model_type`` -> what it is converted to."""
-_PERMUTED = ("llama", "mistral", "smollm3")
+_PERMUTED = ("llama", "mistral", "mixtral", "smollm3")
 
 
 def write_family_gguf(path: Path, fields: Fields, tensors: Mapping[str, np.ndarray]) -> Path:
@@ -42,7 +44,7 @@ def write_family_gguf(path: Path, fields: Fields, tensors: Mapping[str, np.ndarr
     (_add_gpt2 if kind == "gpt2" else _add_sizes)(writer, fields)
     layers = fields["n_layer"] if kind == "gpt2" else fields["num_hidden_layers"]
     table = gguf.get_tensor_name_map(architecture, layers)
-    for name, values in tensors.items():
+    for name, values in _merged_experts(tensors).items():
         new_name = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
         writer.add_tensor(new_name, np.ascontiguousarray(_converted(fields, name, values)))
@@ -53,6 +55,25 @@ def write_family_gguf(path: Path, fields: Fields, tensors: Mapping[str, np.ndarr
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _merged_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The experts of a layer as one tensor, under the name that the table of names has for it."""
+    merged: dict[str, Any] = {}
+    for name, values in tensors.items():
+        if ".experts." not in name:
+            merged[name] = values
+            continue
+        before, after = name.split(".experts.")
+        index, kind = after.split(".", 1)
+        # The only merged names of Mixtral's w1, w2 and w3 that the table has are these.
+        before = before.replace("model.", "").replace("block_sparse_moe", "feed_forward")
+        if not kind.startswith("w"):
+            before = f"model.{before}"
+        of_layer = merged.setdefault(f"{before}.experts.{kind}", [])
+        assert len(of_layer) == int(index), "experts come in order"
+        of_layer.append(values)
+    return {n: np.stack(v) if isinstance(v, list) else v for n, v in merged.items()}
 
 
 def _converted(fields: Fields, name: str, values: np.ndarray) -> np.ndarray:
@@ -83,7 +104,7 @@ def _add_sizes(writer: gguf.GGUFWriter, fields: Fields) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if fields["model_type"] in ("llama", "mistral", "phi3"):
+    if fields["model_type"] in ("llama", "mistral", "mixtral", "phi3"):
         writer.add_rope_dimension_count(int(partial * head_dim))
     if fields["model_type"] != "gemma2":
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
@@ -93,6 +114,11 @@ def _add_sizes(writer: gguf.GGUFWriter, fields: Fields) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if fields["model_type"] in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(fields.get("num_experts") or fields["num_local_experts"])
+        writer.add_expert_used_count(fields["num_experts_per_tok"])
+    if "moe_intermediate_size" in fields:
+        writer.add_expert_feed_forward_length(fields["moe_intermediate_size"])
     if fields["model_type"] == "phi3":
         _add_phi3(writer, fields, rope)
     if fields["model_type"].startswith("gemma"):

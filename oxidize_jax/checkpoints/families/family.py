@@ -26,7 +26,8 @@ HF_NAMES: dict[str, str] = {
     "layers.up": "model.layers.{}.mlp.up_proj",
     "layers.down": "model.layers.{}.mlp.down_proj",
 }
-"""Names in safetensors, as most families have them; "{}" stands for the layer."""
+"""Names in safetensors, as most families have them; "{}" stands for the layer, a second one
+for the expert."""
 
 GGUF_NAMES: dict[str, str] = {
     "embed": "token_embd",
@@ -46,6 +47,10 @@ GGUF_NAMES: dict[str, str] = {
     "layers.up": "blk.{}.ffn_up",
     "layers.down": "blk.{}.ffn_down",
     "layers.mlp_out_norm": "blk.{}.post_ffw_norm",
+    "layers.router": "blk.{}.ffn_gate_inp",
+    "layers.experts.gate": "blk.{}.ffn_gate_exps",
+    "layers.experts.up": "blk.{}.ffn_up_exps",
+    "layers.experts.down": "blk.{}.ffn_down_exps",
 }
 """Names in a GGUF; llama.cpp gives a thing one name in all architectures."""
 

@@ -22,8 +22,20 @@ LONG_FACTORS = "rope_factors_long.weight"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.scale": (0.0,),
-    "expert_count": (0,),
     "use_parallel_residual": (False,),
+}
+
+
+# Of experts; 1 is the softmax among gating functions.
+_NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (1, 0),
+    "expert_weights_scale": (1.0, 0.0),
+    "expert_weights_norm": (True,),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (1, 0),
 }
 
 
@@ -49,6 +61,8 @@ class GGUFFields:
         biases in attention or MLP.
         """
         self.check_neutral(_NEUTRAL)
+        if "num_experts" not in features:
+            self.check_neutral({"expert_count": (0,)})
         if "layer_windows" not in features:
             self.check_neutral({"attention.sliding_window": (0,)})
         hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
@@ -84,6 +98,21 @@ class GGUFFields:
         """Numbers of a head."""
         hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
         return self.count("attention.key_length", default=max(1, hidden // heads))
+
+    def experts(self) -> dict[str, Any]:
+        """What a ModelConfig says of experts, all layers being alike; the weights of those that
+        are chosen add up to one."""
+        self.check_neutral(_NEUTRAL_OF_EXPERTS)
+        width = self.count("feed_forward_length")
+        return {
+            "num_experts": self.count("expert_count"),
+            "num_experts_per_token": self.count("expert_used_count"),
+            "intermediate_size": self.count("expert_feed_forward_length", default=width),
+        }
+
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self._metadata.get(f"{self._prefix}.expert_count", 0) != 0
 
     def check_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuse by name a key whose value is not one of those that are run."""

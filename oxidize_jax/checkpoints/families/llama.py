@@ -1,8 +1,8 @@
-"""Llama 2 and 3, Mistral and SmolLM3: pre-norms, a gated MLP, rotary positions."""
+"""Llama 2 and 3, Mistral, Mixtral and SmolLM3: pre-norms, a gated MLP, rotary positions."""
 
 from __future__ import annotations
 
-from oxidize_jax.checkpoints.families.family import Family, GGUFFormat, HFFormat
+from oxidize_jax.checkpoints.families.family import HF_NAMES, Family, GGUFFormat, HFFormat
 from oxidize_jax.checkpoints.families.gguf_fields import GGUFFields
 from oxidize_jax.checkpoints.families.hf_fields import HFFields
 from oxidize_jax.model.config import ModelConfig
@@ -17,14 +17,26 @@ def _llama(fields: HFFields) -> ModelConfig:
 
 
 def _llama_gguf(fields: GGUFFields) -> ModelConfig:
-    # A converted Mistral is a "llama" as well.
-    return fields.model_config("llama", layer_windows=fields.windows(fields.every_layer()))
+    # A converted Mistral is a "llama" as well, and so is a Mixtral.
+    experts = fields.experts() if fields.has_experts() else {}
+    windows = fields.windows(fields.every_layer())
+    return fields.model_config("llama", layer_windows=windows, **experts)
 
 
 def _mistral(fields: HFFields) -> ModelConfig:
     sliding = fields.sliding_layers(lambda layer: True)
     windows = fields.windows(fields.optional_count("sliding_window"), sliding)
     return fields.model_config("mistral", layer_windows=windows)
+
+
+def _mixtral(fields: HFFields) -> ModelConfig:
+    sliding = fields.sliding_layers(lambda layer: True)
+    return fields.model_config(
+        "mixtral",
+        layer_windows=fields.windows(fields.optional_count("sliding_window"), sliding),
+        num_experts=fields.count("num_local_experts"),
+        num_experts_per_token=fields.count("num_experts_per_tok"),
+    )
 
 
 def _smollm3(fields: HFFields) -> ModelConfig:
@@ -67,6 +79,30 @@ MISTRAL = Family(
             "num_key_value_heads": 8,
             "max_position_embeddings": 131_072,
             "sliding_window": 4096,
+        },
+    ),
+    None,  # llama.cpp has it as a llama
+)
+MIXTRAL = Family(
+    "mixtral",
+    "Mixtral 8x7B and 8x22B",
+    HFFormat(
+        "MixtralForCausalLM",
+        _mixtral,
+        names=HF_NAMES
+        | {
+            "layers.router": "model.layers.{}.block_sparse_moe.gate",
+            "layers.experts.gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+            "layers.experts.up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+            "layers.experts.down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
         },
     ),
     None,  # llama.cpp has it as a llama
