@@ -141,12 +141,10 @@ def _serve(
     options: dict[str, Any], settings: ServeSettings, sock: socket.socket, status: Status
 ) -> None:
     start_backend()
-    from oxidize_jax.executables import enable_executables
     from oxidize_jax.llm import LLM
     from oxidize_jax.options import Options
     from oxidize_jax.serve.app import create_app, make_server
 
-    enable_executables()
     announce_fetch(options.get("model", Options.model), status)
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)
