@@ -9,7 +9,6 @@ import pytest
 from serving import eventually, serving
 
 from oxidize_jax import SamplingParams
-from oxidize_jax.completion import Completion
 from oxidize_jax.engine import programs
 
 PATH = "/v1/completions"
@@ -58,30 +57,6 @@ def test_a_stream_is_told_of_a_failed_step(llm, served, monkeypatch):
         with pytest.raises(openai.APIError, match="send it again"):
             list(stream)
         assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
-
-
-def test_a_text_that_cannot_be_made_fails_alone(llm, served, monkeypatch):
-    update = Completion.update
-
-    def fail(self, news):
-        if self._params.seed == 666:
-            raise UnicodeError("injected")
-        update(self, news)
-
-    monkeypatch.setattr(Completion, "update", fail)
-    statuses = {}
-
-    def ask(seed):
-        with served.http() as http:
-            body = {"prompt": "ab", "seed": seed, "max_tokens": 30, "ignore_eos": True}
-            statuses[seed] = http.post(PATH, json=body).status_code
-
-    threads = [threading.Thread(target=ask, args=[seed]) for seed in (1, 666, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert statuses == {1: 200, 666: 500, 2: 200}
 
 
 def test_health_tells_of_a_stall_and_of_its_end(llm, gate):

@@ -12,46 +12,9 @@ import time
 import httpx
 import openai
 import pytest
-from serving import check_clean, eventually, serving
+from serving import PATH, body_of, check_clean, crowd, eventually, serving, solo_texts
 
-from oxidize_jax import SamplingParams
-
-PATH = "/v1/completions"
 LONG = {"max_tokens": 500, "ignore_eos": True}
-
-
-def body_of(i, **more):
-    return {"prompt": "ab" * (1 + i % 9), "seed": i, "max_tokens": 8 + i % 20, **more}
-
-
-def solo_texts(llm, bodies):
-    params = [SamplingParams(**{k: v for k, v in b.items() if k != "prompt"}) for b in bodies]
-    prompts = [b["prompt"] for b in bodies]
-    return [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
-
-
-async def read_stream(http, body, leave_after=None):
-    """The text of a stream, or None for one that was left after so many chunks."""
-    text, count = "", 0
-    async with http.stream("POST", PATH, json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text
-            if line.startswith("data: "):
-                if count == leave_after:
-                    return None
-                text += json.loads(line[6:])["choices"][0]["text"]
-                count += 1
-    raise AssertionError("a stream without an end")
-
-
-async def crowd(served, bodies, leaving):
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as http:
-        return await asyncio.gather(
-            *(read_stream(http, b, leaving.get(i)) for i, b in enumerate(bodies))
-        )
 
 
 def test_sixteen_streams_with_disconnects_give_solo_texts(llm, served):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -12,10 +13,12 @@ import time
 import httpx
 import openai
 
+from oxidize_jax import SamplingParams
 from oxidize_jax.serve.app import create_app, make_server
 from oxidize_jax.serve.service import Service
 from oxidize_jax.serve.settings import ServeSettings
 
+PATH = "/v1/completions"
 SIZES = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -90,3 +93,57 @@ def check_clean(llm):
     eventually(lambda: llm.engine.num_unfinished == 0)
     pool = llm.engine.state.scheduler.pool
     assert int(pool.num_free) + int(pool.num_cached) == llm.config.num_blocks
+
+
+def body_of(i, **more):
+    return {"prompt": "ab" * (1 + i % 9), "seed": i, "max_tokens": 8 + i % 20, **more}
+
+
+def solo_texts(llm, bodies):
+    """The text of each, with nobody else in its batches."""
+    return [solo_text(llm, body) for body in bodies]
+
+
+def solo_text(llm, body):
+    params = SamplingParams(**{name: value for name, value in body.items() if name != "prompt"})
+    (output,) = llm.generate([body["prompt"]], params, use_tqdm=False)
+    return output.outputs[0].text
+
+
+async def read_stream(http, body, leave_after=None):
+    """The text of a stream, or None for one that was left after so many chunks."""
+    text, count = "", 0
+    async with http.stream("POST", PATH, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                if count == leave_after:
+                    return None
+                text += json.loads(line[6:])["choices"][0]["text"]
+                count += 1
+    raise AssertionError("a stream without an end")
+
+
+async def crowd(served, bodies, leaving):
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as http:
+        return await asyncio.gather(
+            *(read_stream(http, b, leaving.get(i)) for i, b in enumerate(bodies))
+        )
+
+
+@contextlib.contextmanager
+def bystanders(llm, served, count=3):
+    """Streams that run meanwhile; at the end their texts are those of each alone."""
+    bodies = [body_of(i, max_tokens=40, ignore_eos=True) for i in range(count)]
+    want, got = solo_texts(llm, bodies), []
+    thread = threading.Thread(target=lambda: got.extend(asyncio.run(crowd(served, bodies, {}))))
+    thread.start()
+    try:
+        eventually(lambda: served.service.thread.num_reserved >= count)
+        yield
+    finally:
+        thread.join(300)
+    assert got == want
