@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import logging
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from oxidize_jax.cli.parser import (
     whole,
 )
 from oxidize_jax.cli.terminal import Status
+from oxidize_jax.serve.logs import start_logging
 
 if TYPE_CHECKING:
     from oxidize_jax.serve.settings import ServeSettings
@@ -82,6 +82,14 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="NAME",
         help="the key that clients must send is in this environment variable",
     )
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr, "
+        "one for each request (default: text)",
+    )  # fmt: skip
+    group.add_argument(
+        "--otlp-endpoint", type=filled, metavar="URL", help="send a trace of each request to the "
+        "OpenTelemetry collector there; needs oxidize-jax[otel]",
+    )  # fmt: skip
     for name, (convert, metavar, text) in _SERVER.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
     add_engine_options(parser)
@@ -97,14 +105,30 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is not installed: pip install 'oxidize-jax[serve]'")
     settings = _settings(args)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    start_logging(args.log_format, sys.stderr)
     status = Status()
     # Before minutes of loading: the port may be taken.
-    with _listening(settings) as sock:
-        _serve(engine_options(args), settings, sock, status)
+    with _traced(args.otlp_endpoint) as provider, _listening(settings) as sock:
+        _serve(engine_options(args), settings, sock, status, provider)
     return 0
+
+
+@contextlib.contextmanager
+def _traced(endpoint: str | None) -> Iterator[Any]:
+    """What sends traces to ``endpoint``; at the end it sends those that are left."""
+    if endpoint is None:
+        yield None
+        return
+    try:
+        from oxidize_jax.serve.tracing import otlp_provider
+
+        provider = otlp_provider(endpoint)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"--otlp-endpoint: {error}") from None
+    try:
+        yield provider
+    finally:
+        provider.shutdown()
 
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
@@ -138,7 +162,11 @@ def _listening(settings: ServeSettings) -> Iterator[socket.socket]:
 
 
 def _serve(
-    options: dict[str, Any], settings: ServeSettings, sock: socket.socket, status: Status
+    options: dict[str, Any],
+    settings: ServeSettings,
+    sock: socket.socket,
+    status: Status,
+    provider: Any,
 ) -> None:
     start_backend()
     from oxidize_jax.llm import LLM
@@ -149,7 +177,7 @@ def _serve(
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)
     status.clear()
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, tracer_provider=provider)
     server = make_server(app)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

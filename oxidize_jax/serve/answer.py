@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from oxidize_jax.completion import Group
 from oxidize_jax.outputs import StreamDelta
+from oxidize_jax.serve.access import note_job, request_id_of
 from oxidize_jax.serve.errors import ApiError, json_bytes, json_response
 from oxidize_jax.serve.job import Job
 from oxidize_jax.serve.service import Service, Work
@@ -60,7 +61,8 @@ class Answer(Response):
         try:
             error = await self._run(receive, scope, send)
         except _Unread:
-            _log.warning("a client did not read its stream: aborted")
+            fields = {"request_id": request_id_of(scope)}
+            _log.warning("a client did not read its stream: aborted", extra={"fields": fields})
             return  # without an end: the server closes the connection
         if error is None:
             return
@@ -76,6 +78,7 @@ class Answer(Response):
         limit = self._service.settings.request_timeout_s
         try:
             async with asyncio.timeout(limit), self._service.running(self._work) as job:
+                note_job(scope, job)
                 listener = asyncio.create_task(_gone(receive))
                 listener.add_done_callback(lambda _: job.event.set())
                 try:
@@ -92,7 +95,9 @@ class Answer(Response):
         except _Unread:
             raise
         except Exception:
-            _log.exception("a request failed")
+            _log.exception(
+                "a request failed", extra={"fields": {"request_id": request_id_of(scope)}}
+            )
             return ApiError(500, "the server met an error; it has been logged.")
         return None
 

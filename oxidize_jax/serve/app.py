@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 try:
     import uvicorn
@@ -16,6 +17,7 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from oxidize_jax.serve import chat, completions, info
+    from oxidize_jax.serve.access import Access, Observer, log_access, request_id_of
 except ImportError as error:
     raise ImportError(
         f"{error.name} is not installed: pip install 'oxidize-jax[serve]'", name=error.name
@@ -45,8 +47,12 @@ _OPEN = "/health"
 """Needs no key: who looks after a server has none."""
 
 
-def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
+def create_app(
+    llm: LLM, settings: ServeSettings | None = None, *, tracer_provider: Any = None
+) -> FastAPI:
     """The ASGI application that serves ``llm``. Its lifespan runs the engine thread.
+
+    ``tracer_provider``, of OpenTelemetry's SDK, gets a span for each request that generates.
 
     Raises ValueError for limits that the engine does not have.
     """
@@ -76,6 +82,12 @@ def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     app.add_exception_handler(Exception, _unforeseen)
     if settings.api_key is not None:
         app.add_middleware(_Keyed, key=settings.api_key)
+    observers: list[Observer] = [log_access]
+    if tracer_provider is not None:
+        from oxidize_jax.serve.tracing import Tracing
+
+        observers.append(Tracing(tracer_provider, service.model_name))
+    app.add_middleware(Access, observers=observers)  # the last is the outermost
     return app
 
 
@@ -94,6 +106,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
         ws="none",
         access_log=False,
         log_level="warning",
+        log_config=None,  # its handlers would write in another format than the process's
         server_header=False,
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
@@ -127,8 +140,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server met an error; it has been logged.").response()
+    request_id = request_id_of(request.scope) or ""
+    _log.error("a request failed", exc_info=error, extra={"fields": {"request_id": request_id}})
+    told = ApiError(
+        500, "the server met an error; it has been logged.", headers={"X-Request-Id": request_id}
+    )
+    return told.response()
 
 
 class _Keyed:

@@ -42,7 +42,7 @@ async def chat(service: Service, request: Request) -> Response:
 
     def prepare() -> list[Group]:
         prompt: Prompt = service.llm.chat_prompt(with_tool_calls(asked.messages), **extra)
-        return service.llm.prepare([prompt], params)
+        return service.prepare([prompt], params, asked)
 
     include_usage = asked.stream_options is not None and asked.stream_options.include_usage
     renderer = _Chat(

@@ -28,7 +28,7 @@ async def completions(service: Service, request: Request) -> Response:
     prompts = several(asked.prompt, "prompt", settings.max_prompts)
     params = asked.params(settings)
     work = Work(
-        prepare=lambda: service.llm.prepare(prompts, params),
+        prepare=lambda: service.prepare(prompts, params, asked),
         count=len(prompts) * params.num_sampled,
         stream=bool(asked.stream),
     )

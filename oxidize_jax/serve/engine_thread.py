@@ -221,16 +221,17 @@ class EngineThread:
         """Count the tokens of a job; whether it has new ones."""
         time, news, metrics = now(), False, self._metrics
         for group, clock in zip(job.groups, job.clocks, strict=True):
-            if not clock.scheduled and (
+            if clock.scheduled is None and (
                 group.num_tokens or any(map(self._llm.engine.is_scheduled, group.ids))
             ):
-                clock.scheduled = True
+                clock.scheduled = time
                 metrics.queue_time.observe(time - job.arrival)
             for index, completion in enumerate(group.completions):
                 before, count = clock.tokens.get(index, 0), completion.num_tokens
                 if count > before:
                     news = True
                     if not clock.last:
+                        clock.first = time
                         metrics.first_token.observe(time - job.arrival)
                         metrics.prompt_tokens.inc(len(group.prompt_token_ids))
                         metrics.prefix_queries.inc(len(group.prompt_token_ids))

@@ -43,12 +43,25 @@ class Job:
         """Of all its completions that were started."""
         return [request_id for group in self.groups for request_id in group.ids]
 
+    @property
+    def scheduled_at(self) -> float | None:
+        """When the first of its prompts was seen in a row."""
+        return min((c.scheduled for c in self.clocks if c.scheduled is not None), default=None)
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When its first token was seen."""
+        return min((c.first for c in self.clocks if c.first is not None), default=None)
+
 
 @dataclasses.dataclass
 class Clock:
     """What the metrics know of a group; the engine thread's own."""
 
-    scheduled: bool = False
+    scheduled: float | None = None
+    """When it was seen in a row."""
+    first: float | None = None
+    """When its first token was seen."""
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     """By completion: tokens that have been counted."""
     last: dict[int, float] = dataclasses.field(default_factory=dict)

@@ -85,6 +85,8 @@ class Generation(_Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     def checked_params(
         self, settings: ServeSettings, *, max_tokens: int | None, logprobs: int | None, **more: Any

@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from oxidize_jax.completion import Group
 from oxidize_jax.llm import LLM
+from oxidize_jax.prompts import Prompt
+from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.serve.engine_thread import EngineThread
 from oxidize_jax.serve.errors import ApiError, bad_request
 from oxidize_jax.serve.job import Job, now
 from oxidize_jax.serve.metrics import Metrics
+from oxidize_jax.serve.protocol import Generation
 from oxidize_jax.serve.settings import ServeSettings
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,13 @@ class Service:
                 code="model_not_found",
             )
 
+    def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: Generation
+    ) -> list[Group]:
+        """Groups for ``prompts``, with the priority and the salt of the request."""
+        salted = [_salted(prompt, asked.cache_salt) for prompt in prompts]
+        return self.llm.prepare(salted, params, priority=[asked.priority or 0] * len(prompts))
+
     @contextlib.asynccontextmanager
     async def running(self, work: Work) -> AsyncIterator[Job]:
         """A job for ``work``, submitted; at the end what is left of it is aborted.
@@ -117,6 +127,14 @@ class Service:
             raise ApiError(400, "the request is nested too deeply; make it flatter.") from None
         except ImportError as error:
             raise ApiError(400, f"this server cannot do that: {error}") from None
+
+
+def _salted(prompt: Prompt, salt: str | None) -> Prompt:
+    if salt is None:
+        return prompt
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": salt}
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
 def _base_name(model: str) -> str:

@@ -63,9 +63,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(llm, *, send_buffer=None, **settings):
+def serving(llm, *, send_buffer=None, tracer_provider=None, **settings):
     """A server of ``llm`` on a port of its own; at the end nothing of it is left."""
-    app = create_app(llm, ServeSettings(**settings))
+    app = create_app(llm, ServeSettings(**settings), tracer_provider=tracer_provider)
 
     async def tasks():
         return {"tasks": len(asyncio.all_tasks())}
