@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from oxidize_jax.cli.parser import (
     whole,
 )
 from oxidize_jax.cli.terminal import Status
-from oxidize_jax.serve.logs import start_logging
+from oxidize_jax.serve.logs import logging_to
 
 if TYPE_CHECKING:
     from oxidize_jax.serve.settings import ServeSettings
@@ -41,6 +42,7 @@ examples:
   oxidize-jax serve --host 0.0.0.0 --api-key-env MY_KEY
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Name three seas."}]}'"""
+_log = logging.getLogger("oxidize_jax.serve.command")
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 _SERVER = {
     "port": (whole(0), "N", "port; 0: any that is free (default: 8000)"),
@@ -105,12 +107,27 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is not installed: pip install 'oxidize-jax[serve]'")
     settings = _settings(args)
-    start_logging(args.log_format, sys.stderr)
-    status = Status()
+    status = _Lines() if args.log_format == "json" else Status()
     # Before minutes of loading: the port may be taken.
-    with _traced(args.otlp_endpoint) as provider, _listening(settings) as sock:
+    with (
+        logging_to(sys.stderr, args.log_format),
+        _traced(args.otlp_endpoint) as provider,
+        _listening(settings) as sock,
+    ):
         _serve(engine_options(args), settings, sock, status, provider)
     return 0
+
+
+class _Lines(Status):
+    """Nothing but lines of JSON on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched = False
+
+    def note(self, text: str) -> None:
+        """A line like the others."""
+        _log.info(text)
 
 
 @contextlib.contextmanager

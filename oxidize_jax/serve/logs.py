@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 FORMATS = ("text", "json")
-_ACCESS = "oxidize_jax.serve.access"
+AS_INFO = ("oxidize_jax.serve.access", "oxidize_jax.serve.command")
+"""Loggers whose news is no warning, and is written all the same."""
 
 
-def start_logging(form: str, stream: TextIO) -> None:
+@contextlib.contextmanager
+def logging_to(stream: TextIO, form: str) -> Iterator[None]:
     """Write what the process logs to ``stream``: warnings and errors, and each request.
 
-    It replaces the handlers of the root logger. ``form`` is one of :data:`FORMATS`.
+    Meanwhile it takes the place of the root logger's handlers. ``form`` is of :data:`FORMATS`.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    root = logging.getLogger()
+    root, told = logging.getLogger(), [logging.getLogger(name) for name in AS_INFO]
+    handlers, levels = root.handlers[:], [(one, one.level) for one in (root, *told)]
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger(_ACCESS).setLevel(logging.INFO)
+    for one in told:
+        one.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        for one, level in levels:
+            one.setLevel(level)
 
 
 class JsonLines(logging.Formatter):

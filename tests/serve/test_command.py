@@ -54,8 +54,9 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys, monkey
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_in_mid_stream_lets_it_end(tmp_path, number, status):
     path = write_tiny_model(tmp_path / "tiny")
+    as_json = ["--log-format", "json"] if number == signal.SIGTERM else []
     process = subprocess.Popen(
-        [*COMMAND, str(path), "--port", "0", *SIZES],
+        [*COMMAND, str(path), "--port", "0", *SIZES, *as_json],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "THE_KEY": "k"},
@@ -68,6 +69,7 @@ def test_a_signal_in_mid_stream_lets_it_end(tmp_path, number, status):
         while not url:
             line = process.stderr.readline()
             assert line, "it ended"
+            line = json.loads(line)["event"] if as_json else line
             match = re.search(r"serving tiny at (http://127\.0\.0\.1:\d+)", line)
             url = match.group(1) if match else ""
         body = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 16}
@@ -86,3 +88,9 @@ def test_a_signal_in_mid_stream_lets_it_end(tmp_path, number, status):
     assert reasons == ["length"] * 16
     assert process.returncode == status
     assert "Traceback" not in rest
+    (told,) = [line for line in rest.splitlines() if "/v1/completions" in line]
+    if as_json:
+        assert all(json.loads(line)["level"] == "info" for line in rest.splitlines())
+        assert json.loads(told)["generated_tokens"] == 16 * 60
+    else:
+        assert " generated_tokens=960 " in told

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from serving import PATH, body_of, check_clean, crowd, eventually, serving, solo_texts
+from serving import (
+    PATH,
+    body_of,
+    check_clean,
+    crowd,
+    eventually,
+    read_stream,
+    serving,
+    solo_texts,
+)
+
+from oxidize_jax.completion import Completion, Group
+from oxidize_jax.serve.job import Job
 
 LONG = {"max_tokens": 500, "ignore_eos": True}
 
@@ -29,16 +43,51 @@ def test_sixteen_streams_with_disconnects_give_solo_texts(llm, served):
 
 @pytest.mark.slow
 def test_two_hundred_streams_and_two_thousand_requests(llm):
-    rng = random.Random(0)
+    """Always 200 under way; a fifth leave at some chunk. Nothing of them is left afterwards."""
+    rng, count = random.Random(0), 2000
+    bodies = [body_of(i) for i in range(200)]
+    want = solo_texts(llm, bodies)
+    leaving = [rng.randrange(1, 9) if rng.random() < 0.2 else None for _ in range(count)]
+    threads = set(threading.enumerate())
     with serving(llm, max_queue=1000) as served:
-        for _ in range(10):
-            bodies = [body_of(i) for i in range(200)]
-            want = solo_texts(llm, bodies)
-            leaving = {i: rng.randrange(5) for i in range(200) if rng.random() < 0.2}
-            got = asyncio.run(crowd(served, bodies, leaving))
-            assert all(t == want[i] or (i in leaving and t is None) for i, t in enumerate(got))
-        eventually(served.is_idle)
+
+        async def load(first, last):
+            places = asyncio.Semaphore(200)
+            limits = httpx.Limits(max_connections=None)
+
+            async def one(i):
+                async with places:
+                    return await read_stream(http, bodies[i % 200], leaving[i])
+
+            async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as http:
+                return await asyncio.gather(*map(one, range(first, last)))
+
+        def tasks():
+            with served.http() as http:
+                eventually(served.is_idle)
+                return http.get("/_tasks").json()["tasks"]
+
+        got = asyncio.run(load(0, 400))  # what grows once has grown then
+        tasks_then, memory_then = tasks(), resident_bytes()
+        got += asyncio.run(load(400, count))
+        assert tasks() <= tasks_then
+        assert resident_bytes() - memory_then < 64 * 2**20
+        assert not [one for one in gc.get_objects() if isinstance(one, Job | Group | Completion)]
+        with served.http() as http:
+            assert http.get("/health").json() == {"status": "ok"}
+    for i, text in enumerate(got):
+        assert text == want[i % 200] or (text is None and leaving[i] is not None)
+    assert sum(text is not None for text in got) >= 0.75 * count
+    assert sum(text is None for text in got) >= 0.1 * count
     check_clean(llm)
+    eventually(lambda: set(threading.enumerate()) <= threads)
+
+
+def resident_bytes():
+    gc.collect()
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
 
 
 def test_sv09_mixed_options_at_once(llm, served):

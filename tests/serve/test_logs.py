@@ -20,7 +20,7 @@ from serving import PATH, eventually, serving
 
 from oxidize_jax.cli import main
 from oxidize_jax.completion import Completion
-from oxidize_jax.serve.logs import FORMATS, JsonLines, TextLines, start_logging
+from oxidize_jax.serve.logs import FORMATS, JsonLines, TextLines, logging_to
 from oxidize_jax.serve.tracing import otlp_provider
 
 SECRET = "the words of a client"
@@ -29,13 +29,9 @@ SECRET = "the words of a client"
 @pytest.fixture
 def lines(request):
     """What is logged from now on, in the format of the test's parameter."""
-    root, kept = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
     stream = io.StringIO()
-    start_logging(getattr(request, "param", "json"), stream)
-    yield lambda: stream.getvalue().splitlines()
-    root.handlers[:], root.level = kept[0], kept[1]
-    logging.getLogger("oxidize_jax.serve.access").setLevel(logging.NOTSET)
-    logging.getLogger("oxidize_jax.serve.access").manager._clear_cache()
+    with logging_to(stream, getattr(request, "param", "json")):
+        yield lambda: stream.getvalue().splitlines()
 
 
 def of_path(lines, path=PATH):
@@ -228,7 +224,7 @@ def test_spans_are_sent_to_a_collector(path, want):
         (["--otlp-endpoint", "nowhere"], "--otlp-endpoint: otlp_endpoint: must be an address"),
     ],
 )
-def test_options_that_are_refused(argv, said, capsys, monkeypatch, lines):
+def test_options_that_are_refused(argv, said, capsys, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
     assert main(["serve", *argv]) == 2
     assert said in capsys.readouterr().err
