@@ -412,7 +412,8 @@ def overlap(
                 "gap before ms": f"{1e3 * middle('before'):.0f}",
                 "meanwhile ms": f"{1e3 * middle('meanwhile'):.0f}",
                 "largest ms": f"{1e3 * middle('largest'):.0f}",
-                "largest / before": f"{middle('ratio'):.2f}",
+                "largest / before": f"{middle('ratio'):.1f}",
+                "largest / meanwhile": f"{middle('ratio meanwhile'):.1f}",
                 "first token of the long prompt s": f"{middle('first'):.2f}",
                 "streams ended by then": f"{middle('ended'):.0f}",
             }
@@ -446,6 +447,7 @@ async def _overlap(
         "meanwhile": statistics.median(meanwhile),
         "largest": max(meanwhile),
         "ratio": max(meanwhile) / usual,
+        "ratio meanwhile": max(meanwhile) / statistics.median(meanwhile),
         "first": new.first,
         "ended": float(sum(reply.ended < first for reply in replies)),
     }

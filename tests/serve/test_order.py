@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -72,7 +73,10 @@ def test_salts_keep_cached_blocks_apart(llm, http, chat):
 
 @pytest.mark.parametrize("salt", ["", 5, "\ud800"])
 def test_salts_that_are_none(http, salt):
-    assert http.post(PATH, json={"prompt": "a", "cache_salt": salt}).status_code == 400
+    body = json.dumps({"prompt": "a", "cache_salt": salt}).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = http.post(PATH, content=body, headers=headers)
+    assert answer.status_code == 400
 
 
 def test_priorities_of_generate(llm):
