@@ -18,6 +18,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _LONGEST_MESSAGE = 2_000
+_LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
 class ApiError(Exception):
@@ -63,8 +64,14 @@ def bad_request(error: Exception) -> ApiError:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8. Halves of characters, which a client may have sent, become ``?``."""
+    """JSON in UTF-8. Halves of characters, which a client may have sent, become ``?``.
+
+    Clients that read a stream line by line may take Unicode's line ends for some, as httpx does:
+    they are escaped.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character, escaped in _LINE_ENDS:
+        text = text.replace(character, escaped)
     return text.encode("utf-8", "replace")
 
 

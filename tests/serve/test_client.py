@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from oxidize_jax import SamplingParams
+from oxidize_jax.serve.errors import json_bytes
 from oxidize_jax.serve.replies import usage_body
 
 SCHEMA = {
@@ -230,3 +231,10 @@ def test_usage_is_summed_over_prompts(llm):
     llm.runner.run(groups, lambda *_: None)
     body = usage_body(groups)
     assert (body["prompt_tokens"], body["completion_tokens"], body["total_tokens"]) == (3, 6, 9)
+
+
+def test_no_text_ends_a_line_of_a_stream():
+    text = "a\x85b\u2028c\u2029d\x1ce\x0bf\nü"
+    written = json_bytes({"text": text})
+    assert json.loads(written) == {"text": text}
+    assert len(written.decode().splitlines()) == 1
