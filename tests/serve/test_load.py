@@ -42,8 +42,9 @@ def test_sixteen_streams_with_disconnects_give_solo_texts(llm, served):
 
 
 @pytest.mark.slow
-def test_two_hundred_streams_and_two_thousand_requests(llm):
+def test_two_hundred_streams_and_two_thousand_requests(llm, monkeypatch):
     """Always 200 under way; a fifth leave at some chunk. Nothing of them is left afterwards."""
+    monkeypatch.setattr(llm.engine._device, "check_invariants", False)  # which takes half the time
     rng, count = random.Random(0), 2000
     bodies = [body_of(i) for i in range(200)]
     want = solo_texts(llm, bodies)
