@@ -114,6 +114,7 @@ class Access:
             seen.ended = now()
             for observer in self._observers:
                 _tell(observer, seen)
+            seen.job = None  # the connection may keep its last scope for as long as it stands
 
 
 def note_job(scope: Scope, job: Job) -> None:
