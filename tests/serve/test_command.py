@@ -17,7 +17,13 @@ from tiny_model import write_tiny_model
 
 from oxidize_jax.cli import main
 
-COMMAND = [sys.executable, "-m", "oxidize_jax", "serve"]
+# A shell's background jobs ignore Ctrl-C. No preexec_fn: that forks, which JAX warns of.
+START = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("oxidize_jax", run_name="__main__")
+"""
+COMMAND = [sys.executable, "-c", START, "serve"]
 SIZES = ["--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 SIZES += ["--block-size", "4", "--dtype", "float32"]
 
@@ -60,7 +66,6 @@ def test_a_signal_in_mid_stream_lets_it_end(tmp_path, number, status):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "THE_KEY": "k"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     killer = threading.Timer(300, process.kill)
     killer.start()
