@@ -78,9 +78,12 @@ class Completion:
         if not self.has_delta:
             return None
         text, ids = self._text[self._shown_text :], tuple(self._ids[self._shown_ids :])
+        asked = self._params.logprobs is not None
+        logprobs = tuple(self._alternatives[self._shown_ids :]) if asked else None
         self._shown_text, self._shown_ids = len(self._text), len(self._ids)
         self._told_end = self.finish_reason is not None
-        return StreamDelta(self._index, text, ids, self.finish_reason, self._stop_reason)
+        reason = self.finish_reason
+        return StreamDelta(self._index, text, ids, reason, self._stop_reason, logprobs)
 
     def output(self) -> CompletionOutput:
         """All of it so far."""

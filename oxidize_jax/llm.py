@@ -30,6 +30,7 @@ from oxidize_jax.prompts import (
     as_conversations,
     as_ids,
     as_params,
+    as_priorities,
     as_prompts,
     single_text_or_ids,
 )
@@ -124,6 +125,7 @@ class LLM(Scores, Saves):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; the results are in the order of the prompts.
 
@@ -131,11 +133,13 @@ class LLM(Scores, Saves):
           prompts: one prompt or a list; see :data:`Prompt`. A list of ints is one prompt.
           sampling_params: for all prompts, or one for each. Default: ``SamplingParams()``.
           use_tqdm: show a bar; default: after a second of work.
+          priority: a whole number for each prompt, default 0: the smaller goes first, among those
+            that wait and in the batch, and loses its row last.
 
         Raises:
           ValueError: a prompt or a parameter cannot be used; then nothing has run.
         """
-        groups = self._groups(as_prompts(prompts), sampling_params)
+        groups = self._groups(as_prompts(prompts), sampling_params, priority)
         return self._run(groups, use_tqdm)
 
     def chat(
@@ -233,6 +237,24 @@ class LLM(Scores, Saves):
         ids = self.tokenizer.apply_chat_template(messages, **template_options)
         return {"prompt_token_ids": ids, "cache_salt": cache_salt}
 
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[Group]:
+        """Check and encode prompts as :meth:`generate` does, for a server that runs them itself.
+
+        Raises ValueError for what cannot run; a group has no ``prompt_logprobs``.
+        """
+        return self._groups(as_prompts(prompts), sampling_params, priority)
+
+    @property
+    def runner(self) -> Runner:
+        """What brings the groups of all callers through the engine."""
+        return self._runner
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV: call it when the parameters have changed.
 
@@ -258,19 +280,21 @@ class LLM(Scores, Saves):
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None = None,
     ) -> list[Group]:
         """Check and encode everything before anything runs."""
         params = as_params(sampling_params, len(prompts))
+        ranks = as_priorities(priority, len(prompts))
         groups = []
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
-                groups.append(self._group(prompt, p))
+                groups.append(self._group(prompt, p, ranks[i]))
             except ValueError as error:
                 where = f"prompts[{i}]: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
         return groups
 
-    def _group(self, prompt: Prompt, params: SamplingParams) -> Group:
+    def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> Group:
         text, ids = self._encode(prompt)
         self._check_prompt_logprobs(params)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -298,6 +322,7 @@ class LLM(Scores, Saves):
             num_logprobs=params.logprobs,
             grammar=self._grammar(params),
             salt=self._salts.number(prompt),
+            priority=priority,
         )
         self.engine.validate(request)
         keys = [child_key(seed, child).tolist() for child in range(params.num_sampled)]

@@ -85,6 +85,8 @@ class StreamDelta:
     """Ids generated since the last delta; their text may still be held back."""
     finish_reason: str | None
     stop_reason: int | str | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    """As those of :class:`CompletionOutput`, for each of ``token_ids``."""
 
 
 @dataclasses.dataclass(frozen=True)

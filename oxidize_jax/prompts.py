@@ -74,6 +74,18 @@ def as_params(
     return list(params)
 
 
+def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    """A priority for each of ``count`` prompts; the engine judges the numbers."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence) or isinstance(priority, str) or len(priority) != count:
+        raise ValueError(
+            f"priority={short_repr(priority)}: must be a list with a whole number for each of "
+            f"{count} prompts."
+        )
+    return list(priority)
+
+
 def as_ids(prompt: Any) -> tuple[int, ...]:
     """Token ids of a prompt given as such."""
     if isinstance(prompt, np.ndarray):

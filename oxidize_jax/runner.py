@@ -7,6 +7,7 @@ the engine; the others wait for what comes of it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,6 +16,18 @@ from oxidize_jax.engine.engine import STEPS_PER_DISPATCH, Engine, EngineStepErro
 from oxidize_jax.engine.updates import RequestUpdate
 from oxidize_jax.outputs import StreamDelta
 from oxidize_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What came of :meth:`Runner.turn`."""
+
+    error: Exception | None
+    """Why the step failed, if it did."""
+    progressed: bool
+    """Whether a step ran tokens, or a request had news."""
+    lost: frozenset[int]
+    """Requests that are lost, of all callers, until somebody abandons them."""
 
 
 class Runner:
@@ -128,6 +141,49 @@ class Runner:
             with self._news:
                 self._engine_lock.release()
                 self._news.notify_all()
+
+    def turn(self, max_steps: int) -> Turn:
+        """A dispatch for everyone, by a thread that runs the engine for others.
+
+        Unlike :meth:`advance` it raises nothing for what fails. A failed step loses what was on
+        the device; where the text of one request cannot be made, that one alone is lost.
+        """
+        self._engine_lock.acquire()
+        try:
+            error, updates = self._step(max_steps)
+            steps = self.engine.step_stats if error is None else ()
+            with self._news:
+                for update in updates:
+                    try:
+                        self._hand_over(update)
+                    except Exception as failure:
+                        error = failure
+                        self.engine.abort(update.request_id)
+                        self._lost.add(update.request_id)
+                self._lost.update(i for i in list(self._running) if not self.engine.has(i))
+                lost = frozenset(self._lost)
+        finally:
+            with self._news:
+                self._engine_lock.release()
+                self._news.notify_all()
+        progressed = bool(updates) or any(step.scheduled_tokens for step in steps)
+        return Turn(error, progressed, lost)
+
+    def _step(self, max_steps: int) -> tuple[Exception | None, list[RequestUpdate]]:
+        try:
+            return None, self.engine.step(max_steps)
+        except Exception as error:
+            return error, []
+
+    def take(self, groups: Sequence[Group]) -> list[tuple[int, StreamDelta]]:
+        """What is new of ``groups`` since it was last taken, with the place of its group."""
+        with self._news:
+            return [
+                (place, delta)
+                for place, group in enumerate(groups)
+                for completion in group.completions
+                if (delta := completion.delta()) is not None
+            ]
 
     def _dispatch(self, max_steps: int) -> None:
         """Run some steps for everyone, and hand each completion what is new of it."""

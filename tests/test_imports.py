@@ -29,7 +29,7 @@ LAYERS = [
     {"beam_search", "completion", "startup"},
     {"runner", "llm_saves", "llm_scores"},
     {"llm"},
-    {"bench"},
+    {"bench", "serve"},
     {"cli"},
     {"__init__", "__main__"},
 ]

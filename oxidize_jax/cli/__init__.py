@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from oxidize_jax.cli import bench, generate, models, replay, save, score
+from oxidize_jax.cli import bench, generate, models, replay, save, score, serve
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.interrupt import INTERRUPTED, end_line, interruptible
 from oxidize_jax.cli.parser import Parser, parse
@@ -26,12 +26,13 @@ BROKEN_PIPE = 141
 _LESS_MEMORY = (
     "a smaller --max-model-len, --max-num-seqs, --num-blocks or --kv-cache-gib takes less memory"
 )
-_COMMANDS = (generate, score, models, save, replay, bench)
+_COMMANDS = (generate, serve, score, models, save, replay, bench)
 _EXAMPLES = """\
 examples:
   oxidize-jax generate "What is the capital of France?"
   echo "Name three seas." | oxidize-jax generate
   oxidize-jax generate --file prompts.txt --json > answers.jsonl
+  oxidize-jax serve                      an OpenAI-compatible server
   oxidize-jax score --file book.txt      log probability and perplexity of a text
   oxidize-jax models                     what can be run, and what is here already
   oxidize-jax models some/model.gguf     what is in a file, and how much memory it takes

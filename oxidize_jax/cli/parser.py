@@ -300,5 +300,7 @@ def _positive(text: str) -> float:
     return value
 
 
+positive = _positive
+"""An argparse type for the numbers above 0."""
 whole = _whole
 """``whole(low)``: an argparse type for the whole numbers from ``low`` up."""

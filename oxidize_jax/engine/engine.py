@@ -142,6 +142,11 @@ class Engine:
         """Whether the request is still waiting, queued or running."""
         return request_id in self._queue
 
+    def is_scheduled(self, request_id: int) -> bool:
+        """Whether the request is on the device, and was seen to have had a row there."""
+        running = self._slots.running.get(request_id)
+        return running is not None and running.scheduled
+
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id. Raises ValueError for what can never run."""
         return self.add_group(request, [request.key])[0]

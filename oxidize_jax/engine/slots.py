@@ -107,6 +107,8 @@ class Slots:
             running = self.running.get(owner)
             if running is None:  # aborted, or told of already
                 continue
+            in_row = bool(drained.row[slot] < self.config.max_num_seqs)
+            running.scheduled |= in_row or lengths[slot] > running.cursor
             if is_done[slot] or lengths[slot] > running.cursor:
                 update = news(owner, running, drained, is_done[slot])
                 if running.constraint is not None:

@@ -44,6 +44,8 @@ class Running:
     cursor: int
     """Tokens, the prompt included, that have been read."""
     constraint: Constraint | None = None
+    scheduled: bool = False
+    """It was seen in a row, or had tokens."""
 
 
 def news(request_id: int, running: Running, drained: Drained, ended: bool) -> RequestUpdate:

@@ -59,6 +59,7 @@ def stdin(monkeypatch):
     [
         (["--help"], 0),
         (["generate", "--help"], 0),
+        (["serve", "--help"], 0),
         (["score", "--help"], 0),
         (["score", ""], 2),
         (["models", "--help"], 0),

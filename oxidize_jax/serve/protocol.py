@@ -1,0 +1,223 @@
+"""The requests of the API, as OpenAI's reference has them, with vLLM's extra parameters.
+
+Unknown fields are refused, as OpenAI does: a misspelt one would otherwise change nothing
+without a word. Types are strict: no number is made of a string. Ranges are judged by
+:class:`~oxidize_jax.sampling.params.SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from oxidize_jax.sampling.params import SamplingParams
+from oxidize_jax.sampling.structured import StructuredOutputsParams, as_structured_outputs
+from oxidize_jax.serve.errors import ApiError, bad_request
+from oxidize_jax.serve.settings import ServeSettings
+
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "min_tokens",
+    "stop_token_ids",
+    "stop",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Fields with the name and the meaning of one of SamplingParams."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """``include_usage``: a last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(_Strict):
+    """``text``, ``json_object`` or ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class Generation(_Strict):
+    """What completions and chats have in common. Null is the default of every field."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's:
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def checked_params(
+        self, settings: ServeSettings, *, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        """SamplingParams within the limits of the server. Raises ApiError."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: is for stream=true only.", param="stream_options")
+        _check_limit("n", self.n, settings.max_n)
+        _check_limit("best_of", more.get("best_of"), settings.max_n)
+        if isinstance(self.stop, list):
+            _check_limit("stop", len(self.stop), settings.max_stop, "strings")
+        _check_limit("max_tokens", max_tokens, settings.max_tokens)
+        _check_limit("logprobs", logprobs, settings.max_logprobs)
+        values = {name: getattr(self, name) for name in _SAME} | more
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return SamplingParams(
+                **given,
+                max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+                logprobs=logprobs,
+                structured_outputs=self._structured(),
+            )
+        except ValueError as error:
+            raise bad_request(error) from None
+
+    def _structured(self) -> StructuredOutputsParams | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return as_structured_outputs(self.structured_outputs)
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs: give it or response_format, not both.")
+        if wanted.type == "json_object":
+            return StructuredOutputsParams(json={"type": "object"})
+        schema = wanted.json_schema or {}
+        known = {"name", "description", "schema", "strict"}
+        if unknown := sorted(set(schema) - known):
+            raise ValueError(f"response_format: json_schema has no field {unknown[0][:40]!r}.")
+        if not isinstance(schema.get("schema"), dict):
+            raise ValueError("response_format: json_schema.schema is missing; give the schema.")
+        return StructuredOutputsParams(json=schema["schema"])
+
+
+class CompletionRequest(Generation):
+    """``POST /v1/completions``"""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    best_of: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def params(self, settings: ServeSettings) -> SamplingParams:
+        """Its SamplingParams. Raises ApiError for what is not allowed, or not built."""
+        if self.echo:
+            raise ApiError(400, "echo=true: is not supported; leave it out.", param="echo")
+        if self.suffix:
+            raise ApiError(400, "suffix: is not supported; leave it out.", param="suffix")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise ApiError(
+                400, "best_of: with stream=true it must be n: the best are known at the end.",
+                param="best_of",
+            )  # fmt: skip
+        default = SamplingParams.max_tokens
+        if settings.max_tokens is not None and default is not None:
+            default = min(default, settings.max_tokens)
+        return self.checked_params(
+            settings,
+            max_tokens=default if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            best_of=self.best_of,
+        )
+
+
+class ChatRequest(Generation):
+    """``POST /v1/chat/completions``"""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def params(self, settings: ServeSettings) -> SamplingParams:
+        """Its SamplingParams. Raises ApiError for what is not allowed."""
+        limits = {v for v in (self.max_tokens, self.max_completion_tokens) if v is not None}
+        if len(limits) > 1:
+            raise ApiError(
+                400, "max_tokens: differs from max_completion_tokens; give one of them.",
+                param="max_tokens",
+            )  # fmt: skip
+        if self.parallel_tool_calls is False:
+            raise ApiError(
+                400, "parallel_tool_calls=false: cannot be enforced; leave it out.",
+                param="parallel_tool_calls",
+            )  # fmt: skip
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs=true.", param="top_logprobs")
+        wanted = (self.top_logprobs or 0) if self.logprobs else None
+        return self.checked_params(settings, max_tokens=min(limits, default=None), logprobs=wanted)
+
+
+class EmbeddingRequest(_Strict):
+    """``POST /v1/embeddings``"""
+
+    model: str | None = None
+    input: str | list[int] | list[str] | list[list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+
+
+class TokenizeRequest(_Strict):
+    """``POST /tokenize``: of a text, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """``POST /detokenize``"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _check_limit(name: str, value: int | None, limit: int | None, unit: str = "") -> None:
+    if value is not None and limit is not None and value > limit:
+        said = f"{name}={value}" if not unit else f"{name} has {value} {unit}"
+        raise ApiError(400, f"{said}: this server allows {limit}; ask for fewer.", param=name)
