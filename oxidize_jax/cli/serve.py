@@ -82,6 +82,13 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="NAME",
         help="the key that clients must send is in this environment variable",
     )
+    group.add_argument(
+        "--no-page",
+        dest="page",
+        action="store_false",
+        default=None,
+        help="no web page at /, and no /engine",
+    )
     for name, (convert, metavar, text) in _SERVER.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
     add_engine_options(parser)

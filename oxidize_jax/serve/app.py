@@ -15,7 +15,7 @@ try:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from oxidize_jax.serve import chat, completions, info
+    from oxidize_jax.serve import chat, completions, info, page
 except ImportError as error:
     raise ImportError(
         f"{error.name} is not installed: pip install 'oxidize-jax[serve]'", name=error.name
@@ -41,8 +41,12 @@ _ENDPOINTS: list[tuple[str, str, _Endpoint]] = [
     ("GET", "/metrics", info.metrics),
     ("GET", "/version", info.version),
 ]
-_OPEN = "/health"
-"""Needs no key: who looks after a server has none."""
+_PAGE: list[tuple[str, str, _Endpoint]] = [
+    ("GET", "/", page.page),
+    ("GET", "/engine", page.engine),
+]
+_OPEN = ("/health", "/")
+"""Need no key: who looks after a server has none, and the page asks for it."""
 
 
 def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
@@ -69,7 +73,7 @@ def create_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
 
     app = FastAPI(title="oxidize_jax", version=__version__, openapi_url=None, lifespan=lifespan)
     app.state.service = service
-    for method, path, endpoint in _ENDPOINTS:
+    for method, path, endpoint in _ENDPOINTS + (_PAGE if settings.page else []):
         app.add_api_route(path, _bound(service, endpoint), methods=[method], response_model=None)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http_error)
@@ -139,7 +143,7 @@ class _Keyed:
         self._wanted = f"Bearer {key}".encode("latin-1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == _OPEN or self._allowed(scope):
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(

@@ -18,6 +18,7 @@ from oxidize_jax.serve.errors import ApiError, bad_request
 from oxidize_jax.serve.job import Job, now
 from oxidize_jax.serve.metrics import Metrics
 from oxidize_jax.serve.settings import ServeSettings
+from oxidize_jax.serve.watch import Picture
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -49,6 +50,7 @@ class Service:
         self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="embed")
         self._num_scoring = 0
+        self._can_look = False
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -89,6 +91,13 @@ class Service:
             if job is not None:
                 self.thread.release(job)
             self.thread.unreserve(work.count)
+
+    async def picture(self) -> Picture | None:
+        """The engine as it is about now; None where there is nothing to see yet."""
+        if not self._can_look:
+            await self.encode(self.thread.watch.compile)
+            self._can_look = True
+        return await self.thread.watch.picture()
 
     async def encode(self, function: Callable[[], _T]) -> _T:
         """``function()`` in a thread that encodes. Raises ApiError 400 where it refuses."""
