@@ -178,11 +178,6 @@ class ChatRequest(Generation):
                 400, "max_tokens: differs from max_completion_tokens; give one of them.",
                 param="max_tokens",
             )  # fmt: skip
-        if self.parallel_tool_calls is False:
-            raise ApiError(
-                400, "parallel_tool_calls=false: cannot be enforced; leave it out.",
-                param="parallel_tool_calls",
-            )  # fmt: skip
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true.", param="top_logprobs")
         wanted = (self.top_logprobs or 0) if self.logprobs else None
