@@ -125,9 +125,9 @@ class _Chat:
             )
         return self._head.body(choices, usage=usage_body(groups))
 
-    def part(self, place: int, delta: StreamDelta) -> list[dict[str, Any]]:
+    def part(self, place: int, group: Group, delta: StreamDelta) -> list[dict[str, Any]]:
         """The role before the first text; then the text; the reason with the last."""
-        del place  # a chat has one prompt
+        del place, group  # a chat has one prompt
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)

@@ -138,8 +138,6 @@ class CompletionRequest(Generation):
 
     def params(self, settings: ServeSettings) -> SamplingParams:
         """Its SamplingParams. Raises ApiError for what is not allowed, or not built."""
-        if self.echo:
-            raise ApiError(400, "echo=true: is not supported; leave it out.", param="echo")
         if self.suffix:
             raise ApiError(400, "suffix: is not supported; leave it out.", param="suffix")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
@@ -150,12 +148,19 @@ class CompletionRequest(Generation):
         default = SamplingParams.max_tokens
         if settings.max_tokens is not None and default is not None:
             default = min(default, settings.max_tokens)
+        wanted = default if self.max_tokens is None else self.max_tokens
         return self.checked_params(
             settings,
-            max_tokens=default if self.max_tokens is None else self.max_tokens,
+            max_tokens=wanted if self.generates else 1,
             logprobs=self.logprobs,
             best_of=self.best_of,
+            prompt_logprobs=self.logprobs if self.echo else None,
         )
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is more to do than to give the prompt back."""
+        return not (self.echo and self.max_tokens == 0)
 
 
 class ChatRequest(Generation):

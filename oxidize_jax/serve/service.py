@@ -35,6 +35,10 @@ class Work:
     count: int
     """Completions, over all its prompts."""
     stream: bool
+    score: bool = False
+    """Its prompts get their log probabilities first."""
+    generate: bool = True
+    """False: nothing is left to do then."""
 
 
 class Service:
@@ -48,7 +52,7 @@ class Service:
         self.thread = EngineThread(llm, settings, self.metrics)
         self.started = now()
         self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="embed")
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
         self._num_scoring = 0
         self._can_look = False
 
@@ -84,8 +88,14 @@ class Service:
         job, arrival = None, now()
         try:
             groups = await self.encode(work.prepare)
+            if work.score:
+                await self.score(lambda: self.llm.score_prompts(groups))
             job = Job(groups, stream=work.stream, arrival=arrival)
-            self.thread.submit(job)
+            if work.generate:
+                self.thread.submit(job)
+            else:
+                job.ended = True
+                job.event.set()
             yield job
         finally:
             if job is not None:
@@ -104,11 +114,11 @@ class Service:
         return await self._call(self._encoders, function)
 
     async def score(self, function: Callable[[], _T]) -> _T:
-        """``function()`` in the thread for embeddings; a bounded number of them wait."""
+        """``function()`` in the thread for embeddings and scores; a bounded number of them wait."""
         if self._num_scoring > self.settings.max_queue:
             self.metrics.refused.inc()
             raise ApiError(
-                429, "too many embeddings wait; try again.", code="queue_full",
+                429, "too many embeddings and scores wait; try again.", code="queue_full",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
         self._num_scoring += 1

@@ -78,11 +78,12 @@ def test_requests_that_run_and_wait(llm, served, http, monkeypatch):
     check_clean(llm)
 
 
-def test_nobody_looks_where_nobody_asks(llm, monkeypatch):
+def test_nobody_looks_where_nobody_asks(llm, served, monkeypatch):
+    served.service.thread.watch._until = 0.0  # that of other tests has the same engine
     looks = []
     seen = observe.look
     monkeypatch.setattr("oxidize_jax.engine.engine.look", lambda s: looks.append(1) or seen(s))
-    with serving(llm) as served, served.http() as http:
+    with serving(llm) as other, other.http() as http:
         http.post(PATH, json=LONG)
         assert not looks
         http.get("/engine")
@@ -94,7 +95,7 @@ def test_nobody_looks_where_nobody_asks(llm, monkeypatch):
         assert len(looks) <= 2 + (time.monotonic() - begin) / watch.EVERY_S
         monkeypatch.setattr(watch, "KEEP_S", 0.0)
         http.get("/engine")
-        eventually(lambda: not served.service.thread.watch.is_wanted)
+        eventually(lambda: not other.service.thread.watch.is_wanted)
         before = len(looks)
         http.post(PATH, json=LONG)
         assert len(looks) == before
