@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -108,9 +109,12 @@ def test_what_a_model_writes_is_text(browser, llm, served):
     """A grammar has the model write HTML; the page asks for it as it does for any text."""
     page, complaints = opened(browser, served.url)
     bad = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    page.route("**/v1/chat/completions", lambda route: route.continue_(
-        post_data=route.request.post_data[:-1] + ',"structured_outputs":{"choice":["%s"]}}' % bad
-    ))  # fmt: skip
+
+    def forced(route):
+        body = {**route.request.post_data_json, "structured_outputs": {"choice": [bad]}}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route("**/v1/chat/completions", forced)
     ask(page, bad, tokens=60)
     page.wait_for_function("document.querySelector('.assistant .text').textContent.length > 20")
     page.wait_for_function("!document.querySelector('.busy')")
