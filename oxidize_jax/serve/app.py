@@ -63,6 +63,10 @@ _ENDPOINTS = [
         _POST, "/detokenize", info.detokenize, "The text of token ids.",
         DetokenizeRequest, "Text", errors=BODY,
     ),
+    Endpoint(
+        _GET, "/tokenizer_info", info.tokenizer_info, "Special tokens and chat template.",
+        None, "TokenizerInfo",
+    ),
     Endpoint(_GET, "/health", info.health, "Whether all is well.", None, "Health",
              errors=(503,), open=True),
     Endpoint(_GET, "/metrics", info.metrics, "Metrics for Prometheus.", media="text/plain"),

@@ -280,6 +280,12 @@ _ANSWERS: dict[str, Any] = {
     "Models": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
     "Tokens": _object({"count": _WHOLE, "max_model_len": _WHOLE, "tokens": _list(_WHOLE)}),
     "Text": _object({"prompt": _TEXT}),
+    "TokenizerInfo": {
+        "type": "object",
+        "properties": {"tokenizer_class": _TEXT, "chat_template": _or_null(_TEXT)},
+        "required": ["tokenizer_class", "chat_template"],
+        "additionalProperties": _TEXT,
+    },
     "Health": _object({"status": {"enum": ["ok", "unhealthy"]}}, reason=_TEXT),
     "Version": _object({"version": _TEXT}),
     "Engine": _object(

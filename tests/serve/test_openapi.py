@@ -93,6 +93,7 @@ def test_limits_of_numbers_are_those_that_are_judged(document, http):
         ("/v1/embeddings", {"input": ["a", "b"]}, 200, "Embeddings"),
         ("/tokenize", {"prompt": "a"}, 200, "Tokens"),
         ("/detokenize", {"tokens": [1]}, 200, "Text"),
+        ("/tokenizer_info", None, 200, "TokenizerInfo"),
         ("/v1/models", None, 200, "Models"),
         ("/v1/models/tiny", None, 200, "Model"),
         ("/v1/models/x", None, 404, "Error"),
