@@ -54,7 +54,7 @@ class Seen:
 def look(scheduler: SchedulerState) -> Seen:
     """Copy it out, for the next run takes the state. Nothing is donated."""
     requests, rows, pool = scheduler.requests, scheduler.rows, scheduler.pool
-    return Seen(
+    seen = Seen(
         status=requests.status,
         row=requests.row,
         prompt_len=requests.prompt_len,
@@ -69,6 +69,7 @@ def look(scheduler: SchedulerState) -> Seen:
         hashed=pool.hashed,
         totals=jnp.stack(jax.tree.leaves(scheduler.totals)),
     )
+    return jax.tree.map(jnp.copy, seen)  # never the state's own buffers
 
 
 @dataclasses.dataclass(frozen=True)
