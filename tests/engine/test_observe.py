@@ -12,7 +12,7 @@ from oxidize_jax.engine.engine import Engine
 
 
 def test_looks_between_runs_agree_with_the_state_and_change_nothing():
-    """More requests than slots, in a pool so small that some are preempted."""
+    """More requests than slots."""
     engine = Engine(CONFIG, FakeModel(), None, check_invariants=True)
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12 + i] for i in range(8)]
     ids = [engine.add(request(prompt, 9)) for prompt in prompts]
