@@ -56,6 +56,7 @@ def document(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     )
     schemas = made.get("$defs", {})
     for schema in schemas.values():
+        schema.pop("title", None)
         _limit(service, schema)
     components: dict[str, Any] = {"schemas": {**schemas, **_ANSWERS}}
     keyed = service.settings.api_key is not None

@@ -183,8 +183,9 @@ def test_a_model_that_calls_a_tool(llm, served, client, monkeypatch):
     chunks = list(client.chat.completions.create(**asked, stream=True, logprobs=True))
     (choice,) = [c.choices[0] for c in chunks if c.choices[0].delta.tool_calls]
     assert choice.delta.tool_calls[0].function.name == "f"
-    assert choice.finish_reason == "tool_calls"
-    assert "".join(c.token for c in choice.logprobs.content).startswith(call)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    logprobs = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs]
+    assert "".join(one.token for content in logprobs for one in content).startswith(call)
     assert not any(c.choices[0].delta.content for c in chunks)
     plain = client.chat.completions.create(**asked, tool_choice="none")
     assert plain.choices[0].message.content == call
