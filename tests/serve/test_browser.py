@@ -49,6 +49,16 @@ def opened(browser, url, *, scheme="light", width=1280, height=900):
     return page, complaints
 
 
+def until(page, condition):
+    """Wait until it is true. Playwright's own way evaluates text in the page, which its policy
+    forbids."""
+    for _ in range(600):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(condition)
+
+
 def ask(page, text, tokens=30):
     page.fill("#tokens", str(tokens))
     page.fill("#text", text)
@@ -74,17 +84,17 @@ def test_a_chat_streams_and_the_map_moves(browser, served, slow):
     idle = pixels(page)
     assert used(page) == 0
     ask(page, "hello")
-    page.wait_for_function("document.querySelector('.assistant .text').textContent.length > 3")
+    until(page, "document.querySelector('.assistant .text').textContent.length > 3")
     first = page.inner_text(".assistant .text")
-    page.wait_for_function("document.querySelector('#requests progress')")
-    page.wait_for_function("parseInt(document.getElementById('blocks-used').textContent) > 0")
+    until(page, "document.querySelector('#requests progress')")
+    until(page, "parseInt(document.getElementById('blocks-used').textContent) > 0")
     assert pixels(page) != idle
     shot(page, "running")
-    page.wait_for_function("!document.querySelector('.busy')")
+    until(page, "!document.querySelector('.busy')")
     assert len(page.inner_text(".assistant .text")) > len(first)
     assert "token" in page.inner_text(".assistant .meta")
-    page.wait_for_function("document.getElementById('requests').textContent == 'Nothing runs.'")
-    page.wait_for_function("parseInt(document.getElementById('blocks-used').textContent) == 0")
+    until(page, "document.getElementById('requests').textContent == 'Nothing runs.'")
+    until(page, "parseInt(document.getElementById('blocks-used').textContent) == 0")
     # The curve has seen tokens.
     assert page.evaluate("document.getElementById('curve').points.numberOfItems") > 3
     assert complaints == []
@@ -93,11 +103,11 @@ def test_a_chat_streams_and_the_map_moves(browser, served, slow):
 def test_stop_aborts_the_request_and_keeps_the_text(browser, served, slow):
     page, complaints = opened(browser, served.url)
     ask(page, "hello", tokens=40)
-    page.wait_for_function("document.querySelector('.assistant .text').textContent.length > 2")
+    until(page, "document.querySelector('.assistant .text').textContent.length > 2")
     page.click("#stop")
-    page.wait_for_function("!document.querySelector('.busy')")
+    until(page, "!document.querySelector('.busy')")
     assert "stopped by you" in page.inner_text(".assistant .meta")
-    page.wait_for_function("document.getElementById('requests').textContent == 'Nothing runs.'")
+    until(page, "document.getElementById('requests').textContent == 'Nothing runs.'")
     assert page.is_enabled("#send")
     assert complaints == []
     page.click("#clear")
@@ -116,8 +126,8 @@ def test_what_a_model_writes_is_text(browser, llm, served):
 
     page.route("**/v1/chat/completions", forced)
     ask(page, bad, tokens=60)
-    page.wait_for_function("document.querySelector('.assistant .text').textContent.length > 20")
-    page.wait_for_function("!document.querySelector('.busy')")
+    until(page, "document.querySelector('.assistant .text').textContent.length > 20")
+    until(page, "!document.querySelector('.busy')")
     assert bad.startswith(page.inner_text(".assistant .text"))
     assert page.query_selector("#log img, #log script") is None
     assert complaints == []
@@ -155,7 +165,7 @@ def test_the_key_is_asked_for_and_kept_in_memory_only(browser, llm):
 def test_the_map_tells_of_blocks_by_pointer_and_by_keys(browser, served, slow):
     page, complaints = opened(browser, served.url)
     ask(page, "hello there", tokens=30)
-    page.wait_for_function("parseInt(document.getElementById('blocks-used').textContent) > 1")
+    until(page, "parseInt(document.getElementById('blocks-used').textContent) > 1")
     page.focus("#map")
     for _ in range(60):
         page.keyboard.press("ArrowRight")
@@ -168,7 +178,7 @@ def test_the_map_tells_of_blocks_by_pointer_and_by_keys(browser, served, slow):
     assert "in use" in page.inner_text("#tell")
     page.hover("#map", position={"x": 4, "y": 4})
     assert page.inner_text("#tell").startswith("Block 0:")
-    page.wait_for_function("!document.querySelector('.busy')")
+    until(page, "!document.querySelector('.busy')")
     assert complaints == []
 
 
@@ -177,8 +187,8 @@ def test_the_map_tells_of_blocks_by_pointer_and_by_keys(browser, served, slow):
 def test_it_fits_and_can_be_read(browser, served, slow, scheme, width):
     page, complaints = opened(browser, served.url, scheme=scheme, width=width)
     ask(page, "Which colours has the sea?", tokens=34)
-    page.wait_for_function("document.querySelector('.assistant .text').textContent.length > 9")
-    page.wait_for_function("document.querySelector('#requests progress')")
+    until(page, "document.querySelector('.assistant .text').textContent.length > 9")
+    until(page, "document.querySelector('#requests progress')")
     shot(page, f"{scheme}-{width}")
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(wide) == 0
@@ -192,7 +202,7 @@ def test_it_fits_and_can_be_read(browser, served, slow, scheme, width):
         assert contrast(page, "body", front, back) >= 4.5, (front, back)
     named = "[...document.querySelectorAll('input,textarea')].every(e => e.labels.length == 1)"
     assert page.evaluate(named)
-    page.wait_for_function("!document.querySelector('.busy')")
+    until(page, "!document.querySelector('.busy')")
     assert complaints == []
 
 
