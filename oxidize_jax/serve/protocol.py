@@ -265,7 +265,15 @@ class ChatRequest(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true.", param="top_logprobs")
         wanted = (self.top_logprobs or 0) if self.logprobs else None
-        return self.checked_params(settings, max_tokens=min(limits, default=None), logprobs=wanted)
+        try:
+            return self.checked_params(
+                settings, max_tokens=min(limits, default=None), logprobs=wanted
+            )
+        except ApiError as error:
+            if error.param != "logprobs":
+                raise
+            message = error.message.replace("logprobs", "top_logprobs", 1)  # as it is named here
+            raise ApiError(error.status, message, param="top_logprobs") from None
 
 
 class EmbeddingRequest(_Strict):
