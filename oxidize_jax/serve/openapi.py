@@ -120,8 +120,9 @@ def _operation(one: Endpoint, keyed: bool) -> dict[str, Any]:
     if one.response is not None:
         content = {JSON: {"schema": _ref(one.response)}}
     if one.streams:
-        content[STREAM] = {"schema": {"type": "string", "description": _STREAMS}}
-    responses: dict[str, Any] = {"200": {"description": "Answered.", "content": content}}
+        content[STREAM] = {}  # its chunks are no one schema's: the description tells of them
+    told = _STREAMS if one.streams else "Answered."
+    responses: dict[str, Any] = {"200": {"description": told, "content": content}}
     for status in sorted({*one.errors, *((401,) if keyed else ())}):
         kind = "Health" if one.response == "Health" else "Error"
         responses[str(status)] = {
