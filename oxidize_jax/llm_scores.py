@@ -205,6 +205,10 @@ class Scores:
         length = np.linalg.norm(chosen, axis=1, keepdims=True)
         return chosen / np.where(length > 0, length, np.float32(1))
 
+    def score_prompts(self, groups: Sequence[Group]) -> None:
+        """Give prepared groups (see :meth:`LLM.prepare`) the ``prompt_logprobs`` they ask for."""
+        self._score_prompts(groups, use_tqdm=False)
+
     def _score_prompts(self, groups: Sequence[Group], use_tqdm: bool | None) -> None:
         """Give each group the ``prompt_logprobs`` that its parameters ask for.
 

@@ -92,6 +92,13 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         "--otlp-endpoint", type=filled, metavar="URL", help="send a trace of each request to the "
         "OpenTelemetry collector there; needs oxidize-jax[otel]",
     )  # fmt: skip
+    group.add_argument(
+        "--no-page",
+        dest="page",
+        action="store_false",
+        default=None,
+        help="no web page at /, and no /engine",
+    )
     for name, (convert, metavar, text) in _SERVER.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
     add_engine_options(parser)

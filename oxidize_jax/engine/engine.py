@@ -30,6 +30,7 @@ from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine import programs
 from oxidize_jax.engine.device import Device
 from oxidize_jax.engine.host_queue import HostQueue
+from oxidize_jax.engine.observe import Observation, look
 from oxidize_jax.engine.recorder import NoRecorder, Recorder
 from oxidize_jax.engine.request import EngineRequest, check_keys, check_request
 from oxidize_jax.engine.slots import Slots
@@ -264,6 +265,14 @@ class Engine:
             while self._in_flight and not self._slots.running and self._queue.is_empty:
                 self._read()  # only aborted requests are left: see them go
             return self._deliver()
+
+    def observe(self) -> Observation:
+        """What there is to see of the state after all that has been dispatched.
+
+        It waits for nothing: the :class:`Observation` can be read a step later without a wait.
+        """
+        queued = self._queue.num_unfinished - len(self._slots.running)
+        return Observation(look(self.state.scheduler), self._slots.owners, max(0, queued))
 
     def validate(self, request: EngineRequest) -> None:
         """Refuse, with a ValueError, what :meth:`add` would refuse."""

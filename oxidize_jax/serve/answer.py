@@ -33,8 +33,8 @@ class Renderer(Protocol):
         """The answer in one piece."""
         ...
 
-    def part(self, place: int, delta: StreamDelta) -> list[dict[str, Any]]:
-        """Chunks for what is new of a completion of group ``place``."""
+    def part(self, place: int, group: Group, delta: StreamDelta) -> list[dict[str, Any]]:
+        """Chunks for what is new of a completion of ``group``, the one at ``place``."""
         ...
 
     def last(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class Answer(Response):
             chunks = [
                 chunk
                 for place, delta in self._service.thread.take(job)
-                for chunk in self._renderer.part(place, delta)
+                for chunk in self._renderer.part(place, job.groups[place], delta)
             ]
             if chunks:
                 await self._write(send, _events(chunks))

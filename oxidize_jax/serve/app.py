@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 try:
@@ -16,7 +16,7 @@ try:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from oxidize_jax.serve import chat, completions, info
+    from oxidize_jax.serve import chat, completions, info, page
     from oxidize_jax.serve.access import Access, Observer, log_access, request_id_of
 except ImportError as error:
     raise ImportError(
@@ -25,26 +25,62 @@ except ImportError as error:
 
 from oxidize_jax import __version__
 from oxidize_jax.llm import LLM
-from oxidize_jax.serve.errors import ApiError
+from oxidize_jax.serve.errors import ApiError, json_response
+from oxidize_jax.serve.openapi import BODY, BUSY, Endpoint, document
+from oxidize_jax.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from oxidize_jax.serve.service import Service
 from oxidize_jax.serve.settings import ServeSettings
 
 _log = logging.getLogger(__name__)
-_Endpoint = Callable[[Service, Request], Awaitable[Response]]
-_ENDPOINTS: list[tuple[str, str, _Endpoint]] = [
-    ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/chat/completions", chat.chat),
-    ("POST", "/v1/embeddings", info.embeddings),
-    ("GET", "/v1/models", info.models),
-    ("GET", "/v1/models/{name:path}", info.models),
-    ("POST", "/tokenize", info.tokenize),
-    ("POST", "/detokenize", info.detokenize),
-    ("GET", "/health", info.health),
-    ("GET", "/metrics", info.metrics),
-    ("GET", "/version", info.version),
-]
-_OPEN = "/health"
-"""Needs no key: who looks after a server has none."""
+_Handle = Callable[[Service, Request], Awaitable[Response]]
+_POST, _GET = "POST", "GET"
+_ENDPOINTS = [
+    Endpoint(
+        _POST, "/v1/completions", completions.completions, "Complete one prompt, or several.",
+        CompletionRequest, "Completion", streams=True, errors=(*BODY, *BUSY),
+    ),
+    Endpoint(
+        _POST, "/v1/chat/completions", chat.chat, "Answer a conversation.",
+        ChatRequest, "Chat", streams=True, errors=(*BODY, *BUSY),
+    ),
+    Endpoint(
+        _POST, "/v1/embeddings", info.embeddings, "Embed texts.",
+        EmbeddingRequest, "Embeddings", errors=(*BODY, 429, 500),
+    ),
+    Endpoint(_GET, "/v1/models", info.models, "The model, in a list.", None, "Models"),
+    Endpoint(
+        _GET, "/v1/models/{name:path}", info.models, "The model.", None, "Model", errors=(404,)
+    ),
+    Endpoint(
+        _POST, "/tokenize", info.tokenize, "Token ids of a text or a conversation.",
+        TokenizeRequest, "Tokens", errors=BODY,
+    ),
+    Endpoint(
+        _POST, "/detokenize", info.detokenize, "The text of token ids.",
+        DetokenizeRequest, "Text", errors=BODY,
+    ),
+    Endpoint(
+        _GET, "/tokenizer_info", info.tokenizer_info, "Special tokens and chat template.",
+        None, "TokenizerInfo",
+    ),
+    Endpoint(_GET, "/health", info.health, "Whether all is well.", None, "Health",
+             errors=(503,), open=True),
+    Endpoint(_GET, "/metrics", info.metrics, "Metrics for Prometheus.", media="text/plain"),
+    Endpoint(_GET, "/version", info.version, "The version of this package.", None, "Version"),
+]  # fmt: skip
+_PAGE = [
+    Endpoint(_GET, "/", page.page, "A page for people.", media="text/html", open=True),
+    Endpoint(
+        _GET, "/engine", page.engine, "Rows, requests and blocks, as the page shows them.",
+        None, "Engine", errors=(503,),
+    ),
+]  # fmt: skip
 
 
 def create_app(
@@ -75,13 +111,16 @@ def create_app(
 
     app = FastAPI(title="oxidize_jax", version=__version__, openapi_url=None, lifespan=lifespan)
     app.state.service = service
-    for method, path, endpoint in _ENDPOINTS:
-        app.add_api_route(path, _bound(service, endpoint), methods=[method], response_model=None)
+    endpoints = _ENDPOINTS + (_PAGE if settings.page else [])
+    for one in [*endpoints, _description(endpoints)]:
+        handle = _bound(service, one.handle)
+        app.add_api_route(one.path, handle, methods=[one.method], response_model=None)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
     if settings.api_key is not None:
-        app.add_middleware(_Keyed, key=settings.api_key)
+        paths = [one.path for one in endpoints if one.open]
+        app.add_middleware(_Keyed, key=settings.api_key, open_paths=paths)
     observers: list[Observer] = [log_access]
     if tracer_provider is not None:
         from oxidize_jax.serve.tracing import Tracing
@@ -114,7 +153,18 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def _bound(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _description(endpoints: list[Endpoint]) -> Endpoint:
+    """``GET /openapi.json``: of ``endpoints`` and of itself."""
+
+    async def openapi(service: Service, request: Request) -> Response:
+        del request
+        return json_response(document(service, [*endpoints, own]))
+
+    own = Endpoint(_GET, "/openapi.json", openapi, "This description.", None, "Document")
+    return own
+
+
+def _bound(service: Service, endpoint: _Handle) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         return await endpoint(service, request)
 
@@ -151,12 +201,13 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 class _Keyed:
     """Lets in who sends the key. Plain ASGI: a middleware of Starlette's kind hides disconnects."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, open_paths: Sequence[str]) -> None:
         self._app = app
+        self._open = open_paths
         self._wanted = f"Bearer {key}".encode("latin-1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == _OPEN or self._allowed(scope):
+        if scope["type"] != "http" or scope["path"] in self._open or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(

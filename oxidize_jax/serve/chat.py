@@ -12,13 +12,21 @@ from starlette.responses import Response
 from oxidize_jax.completion import Group
 from oxidize_jax.outputs import StreamDelta
 from oxidize_jax.prompts import Prompt
+from oxidize_jax.sampling.params import SamplingParams
 from oxidize_jax.serve.answer import Answer
 from oxidize_jax.serve.body import read_request
-from oxidize_jax.serve.errors import ApiError
+from oxidize_jax.serve.errors import ApiError, bad_request
+from oxidize_jax.serve.forced_calls import calls_grammar
 from oxidize_jax.serve.protocol import ChatRequest
 from oxidize_jax.serve.replies import Head, chat_logprobs, usage_body
 from oxidize_jax.serve.service import Service, Work
-from oxidize_jax.serve.tools import check_tools, read_tool_calls, with_tool_calls
+from oxidize_jax.serve.tools import (
+    CallReader,
+    ToolUse,
+    check_tools,
+    joined_calls,
+    with_tool_calls,
+)
 from oxidize_jax.text.tokenizer import Tokenizer
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
@@ -35,10 +43,10 @@ async def chat(service: Service, request: Request) -> Response:
             400, f"chat_template_kwargs: {taken[0]} is not for it.", param="chat_template_kwargs"
         )
     template = service.llm.tokenizer.chat_template
-    names: list[str] | None = None
-    if check_tools(template, asked.tools or [], asked.tool_choice):
-        extra["tools"] = asked.tools
-        names = [tool["function"]["name"] for tool in asked.tools or []]
+    use = check_tools(template, asked.tools or [], asked.tool_choice)
+    if use is not None:
+        extra["tools"] = use.tools
+    params = _forced(params, use, several=asked.parallel_tool_calls is not False)
 
     def prepare() -> list[Group]:
         prompt: Prompt = service.llm.chat_prompt(with_tool_calls(asked.messages), **extra)
@@ -50,26 +58,36 @@ async def chat(service: Service, request: Request) -> Response:
         service.llm.tokenizer,
         num_top=asked.top_logprobs or 0,
         include_usage=include_usage,
-        tools=names,
+        use=use,
     )
     work = Work(prepare=prepare, count=params.num_sampled, stream=bool(asked.stream))
     return Answer(service, work, renderer)
 
 
-@dataclasses.dataclass
-class _Held:
-    """What a stream with tools holds back of a completion until its end."""
-
-    text: str = ""
-    logprobs: list[Any] = dataclasses.field(default_factory=list)
+def _forced(params: SamplingParams, use: ToolUse | None, *, several: bool) -> SamplingParams:
+    """``params`` under which the model calls the tools that it must call. Raises ApiError."""
+    if use is None or not use.forced:
+        if not several:
+            raise ApiError(
+                400, "parallel_tool_calls=false: cannot be enforced where the model may write "
+                "what it likes; leave it out, or use tool_choice='required'.",
+                param="parallel_tool_calls",
+            )  # fmt: skip
+        return params
+    if params.structured_outputs is not None:
+        raise ApiError(
+            400, "tool_choice: cannot be joined with response_format or structured_outputs.",
+            param="tool_choice",
+        )  # fmt: skip
+    try:
+        grammar = calls_grammar(use.forced, several=several and use.choice == "required")
+        return dataclasses.replace(params, structured_outputs=grammar)
+    except ValueError as error:
+        raise bad_request(error) from None
 
 
 class _Chat:
-    """Answers of the chat API.
-
-    With tools the text of a stream comes in one piece at its end: only then is it known whether
-    what looks like a call is one.
-    """
+    """Answers of the chat API."""
 
     def __init__(
         self,
@@ -78,15 +96,15 @@ class _Chat:
         *,
         num_top: int,
         include_usage: bool,
-        tools: Sequence[str] | None,
+        use: ToolUse | None,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._include_usage = include_usage
-        self._tools = tools
+        self._use = use
         self._begun: set[int] = set()
-        self._held: dict[int, _Held] = {}
+        self._readers: dict[int, CallReader] = {}
 
     def whole(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -101,35 +119,42 @@ class _Chat:
                     "index": output.index,
                     "message": message,
                     "logprobs": self._logprobs(output.token_ids, output.logprobs),
-                    "finish_reason": _reason(output.finish_reason, calls),
+                    "finish_reason": self._reason(output.finish_reason, len(calls)),
                     "stop_reason": output.stop_reason,
                 }
             )
         return self._head.body(choices, usage=usage_body(groups))
 
-    def part(self, place: int, delta: StreamDelta) -> list[dict[str, Any]]:
+    def part(self, place: int, group: Group, delta: StreamDelta) -> list[dict[str, Any]]:
         """The role before the first text; then the text; the reason with the last."""
-        del place  # a chat has one prompt
+        del place, group  # a chat has one prompt
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         logprobs = self._logprobs(delta.token_ids, delta.logprobs)
-        text, calls = delta.text, list[dict[str, Any]]()
-        if self._tools is not None:
-            held = self._held.setdefault(delta.index, _Held())
-            held.text += text
-            held.logprobs += logprobs["content"] if logprobs else []
-            if delta.finish_reason is None:
-                return chunks
-            text, calls = self._read(held.text)
-            logprobs = {**logprobs, "content": held.logprobs} if logprobs else None
-        body: dict[str, Any] = {"content": text} if text or not calls else {}
-        if calls:
-            body["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        reason = _reason(delta.finish_reason, calls)
-        chunks.append(self._chunk(delta.index, body, logprobs, reason, delta.stop_reason))
+        bodies, count = self._bodies(delta)
+        ended = delta.finish_reason is not None
+        for body in bodies[:-1]:
+            chunks.append(self._chunk(delta.index, body))
+        if bodies or ended or logprobs:
+            body = bodies[-1] if bodies else {}
+            reason = self._reason(delta.finish_reason, count)
+            chunks.append(self._chunk(delta.index, body, logprobs, reason, delta.stop_reason))
         return chunks
+
+    def _bodies(self, delta: StreamDelta) -> tuple[list[dict[str, Any]], int]:
+        """What is new of a choice, and how many calls it has had."""
+        if self._use is None:
+            return [{"content": delta.text}], 0
+        reader = self._readers.setdefault(delta.index, self._reader(self._use))
+        parts = reader.add(delta.text)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        bodies: list[dict[str, Any]] = [
+            {"content": part} if isinstance(part, str) else {"tool_calls": [part]} for part in parts
+        ]
+        return bodies, reader.num_calls
 
     def last(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """The token counts, where they are wanted."""
@@ -152,12 +177,22 @@ class _Chat:
         }
         return self._head.chunk([choice], **({"usage": None} if self._include_usage else {}))
 
+    def _reader(self, use: ToolUse) -> CallReader:
+        return CallReader(use.names, forced=bool(use.forced))
+
     def _read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        return (text, []) if self._tools is None else read_tool_calls(text, self._tools)
+        """The text round the calls, and the calls."""
+        if self._use is None:
+            return text, []
+        reader = self._reader(self._use)
+        parts = [*reader.add(text), *reader.finish()]
+        calls = joined_calls([part for part in parts if not isinstance(part, str)])
+        return "".join(part for part in parts if isinstance(part, str)), calls
+
+    def _reason(self, reason: str | None, num_calls: int) -> str | None:
+        """OpenAI's: a call by the model's own choice of tool is what ends a turn."""
+        own_choice = self._use is not None and self._use.choice != "function"
+        return "tool_calls" if num_calls and own_choice and reason == "stop" else reason
 
     def _logprobs(self, ids: Sequence[int], entries: Any) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, ids, entries, self._num_top)
-
-
-def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
-    return "tool_calls" if calls and reason == "stop" else reason

@@ -29,6 +29,7 @@ from oxidize_jax.serve.errors import ApiError
 from oxidize_jax.serve.job import Job, now
 from oxidize_jax.serve.metrics import Metrics
 from oxidize_jax.serve.settings import ServeSettings
+from oxidize_jax.serve.watch import Watch
 
 _log = logging.getLogger(__name__)
 _MOST_FAILURES = 3
@@ -47,6 +48,7 @@ class EngineThread:
         self._settings = settings
         self._metrics = metrics
         self._commands: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.watch = Watch(llm, wake=lambda: self._commands.put(None))
         self._live: list[Job] = []
         self._reserved = 0
         self._stopping = False
@@ -142,6 +144,7 @@ class EngineThread:
                 self._take_commands()
                 if self._live:
                     self._turn()
+                self.watch.turn(idle=not self._live)
             except Exception as error:  # nothing here should fail; the thread lives on if it does
                 _log.exception("the engine thread met an error")
                 self._fail_all(error)

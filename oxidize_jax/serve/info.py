@@ -111,6 +111,18 @@ async def detokenize(service: Service, request: Request) -> Response:
     return json_response({"prompt": text})
 
 
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """``GET /tokenizer_info``, as vLLM's: special tokens and chat template"""
+    del request
+    tokenizer = service.llm.tokenizer
+    body = {
+        "tokenizer_class": type(tokenizer).__name__,
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_template,
+    }
+    return json_response(body)
+
+
 async def health(service: Service, request: Request) -> Response:
     """``GET /health``: 200, or 503 with the reason."""
     del request

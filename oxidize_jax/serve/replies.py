@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -65,28 +66,38 @@ def _usage(group: Group) -> Usage:
     return Usage(
         prompt_tokens=len(group.prompt_token_ids),
         completion_tokens=group.num_tokens,
-        cached_tokens=group.completions[0].num_cached_tokens,
+        cached_tokens=group.completions[0].num_cached_tokens if group.completions else 0,
     )
 
 
 def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None, offset: int
 ) -> tuple[dict[str, Any] | None, int]:
-    """Of the completions API, and the offset in the text behind these tokens."""
+    """Of the completions API, and the offset in the text behind these tokens.
+
+    A token whose number is NaN has none.
+    """
     if entries is None:
         return None, offset
-    tokens, values, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for token, entry in zip(token_ids, entries, strict=True):
         own = entry[token]
         tokens.append(own.decoded_token)
+        offsets.append(offset)
+        offset += len(own.decoded_token)
+        if math.isnan(own.logprob):  # the first token of a prompt
+            values.append(None)
+            tops.append(None)
+            continue
         values.append(_finite(own.logprob))
         ranked = sorted(entry.values(), key=lambda one: -one.logprob)
         top: dict[str, float] = {}
         for one in ranked:  # two ids may have one spelling: the likelier stays
             top.setdefault(one.decoded_token, _finite(one.logprob))
         tops.append(top)
-        offsets.append(offset)
-        offset += len(own.decoded_token)
     body = {
         "tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets
     }  # fmt: skip

@@ -21,6 +21,7 @@ from oxidize_jax.serve.job import Job, now
 from oxidize_jax.serve.metrics import Metrics
 from oxidize_jax.serve.protocol import Generation
 from oxidize_jax.serve.settings import ServeSettings
+from oxidize_jax.serve.watch import Picture
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,6 +38,10 @@ class Work:
     count: int
     """Completions, over all its prompts."""
     stream: bool
+    score: bool = False
+    """Its prompts get their log probabilities first."""
+    generate: bool = True
+    """False: nothing is left to do then."""
 
 
 class Service:
@@ -50,8 +55,9 @@ class Service:
         self.thread = EngineThread(llm, settings, self.metrics)
         self.started = now()
         self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="embed")
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
         self._num_scoring = 0
+        self._can_look = False
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -92,24 +98,37 @@ class Service:
         job, arrival = None, now()
         try:
             groups = await self.encode(work.prepare)
+            if work.score:
+                await self.score(lambda: self.llm.score_prompts(groups))
             job = Job(groups, stream=work.stream, arrival=arrival)
-            self.thread.submit(job)
+            if work.generate:
+                self.thread.submit(job)
+            else:
+                job.ended = True
+                job.event.set()
             yield job
         finally:
             if job is not None:
                 self.thread.release(job)
             self.thread.unreserve(work.count)
 
+    async def picture(self) -> Picture | None:
+        """The engine as it is about now; None where there is nothing to see yet."""
+        if not self._can_look:
+            await self.encode(self.thread.watch.compile)
+            self._can_look = True
+        return await self.thread.watch.picture()
+
     async def encode(self, function: Callable[[], _T]) -> _T:
         """``function()`` in a thread that encodes. Raises ApiError 400 where it refuses."""
         return await self._call(self._encoders, function)
 
     async def score(self, function: Callable[[], _T]) -> _T:
-        """``function()`` in the thread for embeddings; a bounded number of them wait."""
+        """``function()`` in the thread for embeddings and scores; a bounded number of them wait."""
         if self._num_scoring > self.settings.max_queue:
             self.metrics.refused.inc()
             raise ApiError(
-                429, "too many embeddings wait; try again.", code="queue_full",
+                429, "too many embeddings and scores wait; try again.", code="queue_full",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
         self._num_scoring += 1

@@ -59,10 +59,14 @@ class ServeSettings:
     steps_per_dispatch: int = 1
     """Steps that the device makes before the host looks, while no client streams. More cost the
     host less, and let an abort and a new request wait longer."""
+    page: bool = True
+    """Serve the page at ``/``, and ``/engine``, which it shows."""
 
     def __post_init__(self) -> None:
         for name in ("host", "api_key", "served_model_name"):
             _check_text(name, getattr(self, name), optional=name != "host")
+        if not isinstance(self.page, bool):
+            raise ValueError(f"page={short_repr(self.page)}: must be true or false.")
         for name, (low, high) in _WHOLE.items():
             _check_whole(name, getattr(self, name), low, high)
         for name in ("max_tokens", "max_logprobs"):
