@@ -121,7 +121,7 @@ class Generation(_Strict):
         "One of json, regex, choice and grammar.", minProperties=1, maxProperties=1
     )
     priority: int | None = _told(
-        "Smaller goes first among those that wait.", minimum=-(2**31), maximum=2**31 - 1
+        "Smaller goes first among those that wait.", minimum=-(2**31), maximum=2**31 - 2
     )
     cache_salt: str | None = _told("Requests share cached blocks with those of one salt alone.")
 

@@ -147,7 +147,6 @@ def test_sv07_limits_of_a_chat(http):
         b'{"prompt": "a", "response_format": {"type": "json_schema"}}',
         b'{"prompt": "a", "structured_outputs": {"json": {"type": "nothing"}}}',
         b'{"prompt": "a", "temprature": 1}',
-        b'{"prompt": "a", "echo": true}',
         b'{"prompt": "a", "suffix": "b"}',
         b'{"prompt": "a", "stream": true, "best_of": 2}',
         b'{"temperature": 1}',
