@@ -308,7 +308,7 @@ class LLM(Scores, Saves):
             stop_token_ids=tuple(dict.fromkeys([*eos, *params.stop_token_ids])),
             held_token_ids=tuple(i for i in held if i not in params.stop_token_ids),
             temperature=params.temperature,
-            top_k=params.top_k,
+            top_k=max(params.top_k, 0),  # vLLM has -1 for all, too
             top_p=params.top_p,
             min_p=params.min_p,
             typical_p=params.typical_p,

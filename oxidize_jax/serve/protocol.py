@@ -139,8 +139,6 @@ class Generation(_Strict):
         _check_limit("logprobs", logprobs, settings.max_logprobs)
         values = {name: getattr(self, name) for name in _SAME} | more
         given = {name: value for name, value in values.items() if value is not None}
-        if self.top_k == -1:  # vLLM's for all
-            given["top_k"] = 0
         try:
             return SamplingParams(
                 **given,

@@ -104,6 +104,10 @@ def test_sm14_an_option_acts_from_the_first_batch_that_has_it(llm, name):
     check(llm, PROMPT, changed, output)
 
 
+def test_sm09_a_top_k_of_minus_one_keeps_all(llm):
+    assert alone(llm, dataclasses.replace(WARM, top_k=-1)) == alone(llm, WARM)
+
+
 def test_sm14_bad_words_of_several_tokens_are_not_completed(llm):
     plain = alone(llm, LETTER)
     word = llm.tokenizer.decode(plain[2:5])
