@@ -44,9 +44,18 @@ examples:
     -d '{"messages": [{"role": "user", "content": "Name three seas."}]}'"""
 _log = logging.getLogger("oxidize_jax.serve.command")
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """An argparse type: names with commas between them."""
+    return tuple(filled(name).strip() for name in text.split(","))
+
+
 _SERVER = {
     "port": (whole(0), "N", "port; 0: any that is free (default: 8000)"),
     "served_model_name": (filled, "NAME", "name of the model for clients (default: of its file)"),
+    "allowed_hosts": (names, "NAME,..", "names by which clients may call it, beside addresses and "
+                      "localhost (default: none at a loopback address, else any)"),
     "max_body_bytes": (whole(1), "N", "longest request body (default: 4194304)"),
     "max_queue": (whole(0), "N", "sequences that may wait; more get status 429 (default: 256)"),
     "max_prompts": (whole(1), "N", "most prompts in a request (default: 64)"),

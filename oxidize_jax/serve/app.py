@@ -18,6 +18,7 @@ try:
 
     from oxidize_jax.serve import chat, completions, info, page
     from oxidize_jax.serve.access import Access, Observer, log_access, request_id_of
+    from oxidize_jax.serve.hosts import CalledByName
 except ImportError as error:
     raise ImportError(
         f"{error.name} is not installed: pip install 'oxidize-jax[serve]'", name=error.name
@@ -121,6 +122,8 @@ def create_app(
     if settings.api_key is not None:
         paths = [one.path for one in endpoints if one.open]
         app.add_middleware(_Keyed, key=settings.api_key, open_paths=paths)
+    if settings.checks_names:
+        app.add_middleware(CalledByName, names=settings.allowed_hosts or ())
     observers: list[Observer] = [log_access]
     if tracer_provider is not None:
         from oxidize_jax.serve.tracing import Tracing

@@ -60,12 +60,15 @@ def document(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         _limit(service, schema)
     components: dict[str, Any] = {"schemas": {**schemas, **_ANSWERS}}
     keyed = service.settings.api_key is not None
+    named = service.settings.checks_names
     if keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Any] = {}
     for one in endpoints:
         path = one.path.replace(":path}", "}")
-        paths.setdefault(path, {})[one.method.lower()] = _operation(one, keyed and not one.open)
+        paths.setdefault(path, {})[one.method.lower()] = _operation(
+            one, keyed and not one.open, named
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "oxidize_jax", "version": __version__},
@@ -115,7 +118,7 @@ def _limits(service: Service) -> dict[str, dict[str, Any]]:
     }
 
 
-def _operation(one: Endpoint, keyed: bool) -> dict[str, Any]:
+def _operation(one: Endpoint, keyed: bool, named: bool) -> dict[str, Any]:
     content: dict[str, Any] = {one.media: {}}
     if one.response is not None:
         content = {JSON: {"schema": _ref(one.response)}}
@@ -123,8 +126,9 @@ def _operation(one: Endpoint, keyed: bool) -> dict[str, Any]:
         content[STREAM] = {}  # its chunks are no one schema's: the description tells of them
     told = _STREAMS if one.streams else "Answered."
     responses: dict[str, Any] = {"200": {"description": told, "content": content}}
-    for status in sorted({*one.errors, *((401,) if keyed else ())}):
-        kind = "Health" if one.response == "Health" else "Error"
+    guards = [status for status, on in ((401, keyed), (403, named)) if on]
+    for status in sorted({*one.errors, *guards}):
+        kind = "Health" if one.response == "Health" and status == 503 else "Error"
         responses[str(status)] = {
             "description": _ERRORS[status],
             "content": {JSON: {"schema": _ref(kind)}},
@@ -157,6 +161,7 @@ _STREAMS = (
 _ERRORS = {
     400: "The request cannot run.",
     401: "The API key is missing or wrong.",
+    403: "The server is not called by that name.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too long.",

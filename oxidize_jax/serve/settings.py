@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from oxidize_jax.sampling.params import MAX_N, MAX_STOP_STRINGS
 
 MAX_STEPS = 16
 """The engine's ``STEPS_PER_DISPATCH``; not imported, for that imports jax. A test compares them."""
+LOCALHOST = "localhost"
 _INT32_MAX = 2**31 - 1
 _LONGEST = 7 * 24 * 3600.0
 
@@ -30,6 +32,10 @@ class ServeSettings:
     """What clients must send as ``Authorization: Bearer``, except for ``/health``."""
     served_model_name: str | None = None
     """Name of the model for clients; default: that of its file, folder or repository."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names by which clients may call the server, beside addresses and ``localhost``. None: only
+    these where it listens at a loopback address, so that no site can make its own name point
+    here and speak to it from a browser (DNS rebinding); anything elsewhere."""
     max_body_bytes: int = 4 * 2**20
     """Longest request body."""
     max_queue: int = 256
@@ -62,11 +68,18 @@ class ServeSettings:
     page: bool = True
     """Serve the page at ``/``, and ``/engine``, which it shows."""
 
+    @property
+    def checks_names(self) -> bool:
+        """Whether a client must call the server by an address or a name that is allowed."""
+        return self.allowed_hosts is not None or _is_loopback(self.host)
+
     def __post_init__(self) -> None:
         for name in ("host", "api_key", "served_model_name"):
             _check_text(name, getattr(self, name), optional=name != "host")
         if not isinstance(self.page, bool):
             raise ValueError(f"page={short_repr(self.page)}: must be true or false.")
+        for name in self.allowed_hosts or ():
+            _check_text("allowed_hosts", name, optional=False)
         for name, (low, high) in _WHOLE.items():
             _check_whole(name, getattr(self, name), low, high)
         for name in ("max_tokens", "max_logprobs"):
@@ -76,6 +89,19 @@ class ServeSettings:
         for field in dataclasses.fields(self):
             if field.name.endswith("_s"):
                 _check_seconds(field.name, getattr(self, field.name))
+
+
+def is_address(host: str) -> bool:
+    """Whether ``host`` is an IP address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == LOCALHOST or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 _WHOLE = {
