@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from oxidize_jax.cli.allocator import keep_freed_memory, use_one_arena
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.models import announce_fetch
 from oxidize_jax.cli.parser import (
@@ -123,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is not installed: pip install 'oxidize-jax[serve]'")
     settings = _settings(args)
+    use_one_arena()
     status = _Lines() if args.log_format == "json" else Status()
     # Before minutes of loading: the port may be taken.
     with (
@@ -210,6 +212,7 @@ def _serve(
     status.show("preparing ... (the first run compiles for this machine, later ones reuse it)")
     llm = LLM(**options, progress=status.watched)
     status.clear()
+    keep_freed_memory()
     app = create_app(llm, settings, tracer_provider=provider)
     server = make_server(app)
     host, port = sock.getsockname()[:2]
