@@ -69,15 +69,22 @@ def render_chat(
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"chat template line {error.lineno}: {error.message}") from None
     except SecurityError as error:
-        raise ValueError(f"chat template refused, it is not safe to run: {error}") from None
+        raise ValueError(f"chat template refused, it is not safe to run: {_said(error)}") from None
     except TemplateLimit as error:
         raise ValueError(f"chat template stopped: {error}.") from None
     except _Refused as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from None
+        raise ValueError(f"the chat template refuses these messages: {_said(error)}") from None
     except Exception as error:  # a template can fail in any way that Python can
-        raise ValueError(f"chat template failed: {type(error).__name__}: {error}") from None
+        raise ValueError(f"chat template failed: {type(error).__name__}: {_said(error)}") from None
 
 
+def _said(error: Exception) -> str:
+    """What an error says, in one line; a template may put any text there."""
+    text = " ".join(str(error)[: 4 * _MAX_MESSAGE].split())
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+_MAX_MESSAGE = 300  # characters of what a template says in an error
 _MAX_INDENT = 100  # characters for each level of JSON
 
 
@@ -193,7 +200,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
+    raise _Refused(message if isinstance(message, str) else short_repr(message))
 
 
 def _strftime_now(layout: str) -> str:

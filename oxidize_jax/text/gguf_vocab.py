@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from oxidize_jax.text.backend_errors import backend_errors
 from oxidize_jax.text.pieces import SPACE_MARK
 from oxidize_jax.text.tokenizer import Tokenizer, make_tokenizer
 
@@ -304,13 +305,8 @@ def _merges_by_score(vocab: _Vocabulary) -> list[tuple[str, str]]:
 def _bpe(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
 ) -> tokenizers.Tokenizer:
-    try:
+    with backend_errors("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"):
         return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # the library raises a bare Exception
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {reason}"
-        ) from None
 
 
 _PHI3_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})

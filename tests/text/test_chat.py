@@ -74,6 +74,21 @@ def test_raise_exception_is_a_value_error_with_its_words():
 @pytest.mark.parametrize(
     "template",
     [
+        "{{ raise_exception('a\\nb ' * 999) }}",
+        "{{ raise_exception(['a\\nb '] * 999) }}",
+        "{{ [1].index('a\\nb ' * 999) }}",
+    ],
+)
+def test_what_a_template_says_is_cut_and_in_one_line(template):
+    with pytest.raises(ValueError, match="chat") as caught:
+        render(template)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.__class__ }}",
         "{{ messages[0]['content'].__class__.__base__ }}",
