@@ -51,11 +51,11 @@ _WIDE_FIELDS = {
 
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
-        "capitalize casefold center count endswith find format index isalnum isalpha isascii "
+        "capitalize casefold center count endswith find format index isalnum isalpha isascii "  # noqa: SIM905
         "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper "
         "join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust "
         "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper "
-        "zfill".split()  # noqa: SIM905
+        "zfill".split()
     ),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     list: frozenset(("copy", "count", "index")),
