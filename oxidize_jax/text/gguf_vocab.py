@@ -139,7 +139,7 @@ class _Vocabulary:
                 f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} "
                 "tokens: the file is damaged."
             )
-        known = set(TokenType)
+        known = {int(kind): kind for kind in TokenType}
         strange = next((kind for kind in types if kind not in known), None)
         if strange is not None:
             raise ValueError(
@@ -147,7 +147,7 @@ class _Vocabulary:
             )
         # An empty token cannot be matched in a text and has none to give.
         self.types = [
-            TokenType(kind) if token else TokenType.UNUSED
+            known[kind] if token else TokenType.UNUSED
             for token, kind in zip(self.tokens, types, strict=True)
         ]
         for token_id in self.ids("bos_token_id", *EOS_KEYS):
