@@ -2,6 +2,7 @@
 
 import datetime
 
+import jinja2
 import pytest
 
 from oxidize_jax.text.chat import render_chat
@@ -394,3 +395,39 @@ def test_lists_are_made_as_they_always_were():
     )
     expected = "1234[]()" + "{}" + "[2, 3](1, 2)[['1', '2']][1]True[\n 1\n]"
     assert render(template) == expected
+
+
+_WITH_TOOLS = """
+{%- macro kind(type) -%}
+{%- if type is string -%}{{ type }}{%- else -%}{{ type | map('string') | join(' | ') }}{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last=0, seen=[]) -%}
+{%- for message in messages[::-1] -%}
+{%- if message.role == 'user' and not message.content.startswith('<') -%}
+{%- set ns.last = messages | length - 1 - loop.index0 -%}
+{%- endif -%}
+{%- endfor -%}
+{%- for tool in tools -%}
+{%- for name, spec in tool.properties | items -%}
+{{ name }}: {{ kind(spec.type) }}{{ ', ' if not loop.last }}
+{%- endfor -%}
+{{ tool.properties.keys() | list | join(',') }}{% for k, v in tool | dictsort %}{{ k }}{% endfor %}
+{%- endfor -%}
+{{ ([tools[0].name] + [none, 'g'] | select('string') | list) | reject('equalto', 'g') | list }}
+{%- for message in messages -%}
+{%- set content = message.content.split('</think>')[-1].lstrip('\\n') -%}
+{{ '<' ~ message['role'] + '>' + content | trim }}{{ message.get('name', '-') }}
+{%- set ns.seen = ns.seen + [{'role': message.role}] -%}
+{%- endfor -%}
+{{ ns.seen | selectattr('role', 'equalto', 'user') | list | length }}{{ ns.last }}
+{{ ns.seen | map(attribute='role') | unique | sort | join(',') }}{{ '%s-%d' | format('a', 3) }}
+"""
+
+
+def test_a_template_with_tools_renders_as_it_does_without_a_sandbox():
+    tools = [{"name": "f", "properties": {"a": {"type": "int"}, "b": {"type": ["x", "null"]}}}]
+    messages = [*HI, {"role": "assistant", "content": "<think>a</think>\nyo"}, *HI]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(_WITH_TOOLS)
+    expected = plain.render(messages=messages, tools=tools)
+    assert "a: int, b: x | nulla,b" in expected
+    assert render(_WITH_TOOLS, messages, tools=tools) == expected
