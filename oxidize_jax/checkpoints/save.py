@@ -23,6 +23,7 @@ from oxidize_jax.checkpoints.saved import (
     MANIFEST,
     PARAMS,
     TOKENIZER,
+    TOKENIZER_FILES,
     VERSION,
     array_checksum,
     manifest_checksum,
@@ -31,15 +32,6 @@ from oxidize_jax.checkpoints.saved import (
 from oxidize_jax.messages import short_repr
 from oxidize_jax.model.config import ModelConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-)
 _GB = 10**9
 
 

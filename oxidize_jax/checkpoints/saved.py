@@ -40,6 +40,16 @@ MANIFEST = "oxidize_jax.json"
 PARAMS = "params"
 TOKENIZER = "tokenizer"
 GGUF_TOKENIZER = "tokenizer.gguf"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+"""What a folder with a tokenizer may have of use"""
 VERSION = 1
 """Of the manifest. A reader takes its own version only."""
 DTYPES = ("float32", "bfloat16", "int8")
@@ -103,9 +113,23 @@ def is_saved(path: str | Path) -> bool:
 
 
 def tokenizer_of(folder: Path) -> Path:
-    """Where the tokenizer of a saved model is: a GGUF without tensors, or a folder."""
-    file = folder / TOKENIZER / GGUF_TOKENIZER
-    return file if file.is_file() else folder / TOKENIZER
+    """Where the tokenizer of a saved model is: a GGUF without tensors, or a folder.
+
+    Raises :class:`CheckpointError` if it is not as it was saved. That holds for a file too that
+    was not saved but would be read, such as a chat template that came into the folder later.
+    """
+    files = read_manifest(folder).files
+    for name in (GGUF_TOKENIZER, *TOKENIZER_FILES):
+        path = folder / TOKENIZER / name
+        listed = files.get(f"{TOKENIZER}/{name}")
+        if listed is not None:
+            _check_file(path, listed)
+        elif path.exists():
+            raise CheckpointError(
+                f"{path}: was not saved with the model ({MANIFEST} does not list it): delete it, "
+                "or save the model again with the tokenizer it is to have."
+            )
+    return folder / TOKENIZER / (GGUF_TOKENIZER if f"{TOKENIZER}/{GGUF_TOKENIZER}" in files else "")
 
 
 def read_manifest(folder: Path) -> Manifest:

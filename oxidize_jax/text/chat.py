@@ -17,7 +17,8 @@ try:
     from jinja2.exceptions import SecurityError
     from jinja2.parser import Parser
 
-    from oxidize_jax.text.sandbox import Sandbox, TemplateLimit, render_limited
+    from oxidize_jax.text.sandbox import Sandbox, render_limited
+    from oxidize_jax.text.template_budget import MAX_CHARACTERS, TemplateLimit, current
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError("Chat templates need the jinja2 package: pip install jinja2") from error
 
@@ -35,7 +36,7 @@ def render_chat(
 
     A template comes with a checkpoint, so it is run as untrusted code: sandboxed, and
     over plain data (strings, numbers, lists, dicts) that it cannot change, within the limits
-    of :mod:`~oxidize_jax.text.sandbox` on steps, text and time. It finds what
+    of :mod:`~oxidize_jax.text.template_budget` on steps, text and time. It finds what
     Hugging Face templates expect: ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
     ``continue``, ``{% generation %}``, ``raise_exception``, ``strftime_now``, a
     ``tojson`` that escapes nothing, and ``tools`` and ``documents`` that are none unless
@@ -69,15 +70,23 @@ def render_chat(
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"chat template line {error.lineno}: {error.message}") from None
     except SecurityError as error:
-        raise ValueError(f"chat template refused, it is not safe to run: {error}") from None
+        raise ValueError(f"chat template refused, it is not safe to run: {_said(error)}") from None
     except TemplateLimit as error:
         raise ValueError(f"chat template stopped: {error}.") from None
     except _Refused as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from None
+        raise ValueError(f"the chat template refuses these messages: {_said(error)}") from None
     except Exception as error:  # a template can fail in any way that Python can
-        raise ValueError(f"chat template failed: {type(error).__name__}: {error}") from None
+        raise ValueError(f"chat template failed: {type(error).__name__}: {_said(error)}") from None
 
 
+def _said(error: Exception) -> str:
+    """What an error says, in one line; a template may put any text there."""
+    text = " ".join(str(error)[: 4 * _MAX_MESSAGE].split())
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+_MAX_MESSAGE = 300  # characters of what a template says in an error
+_MAX_LAYOUT = 1000  # characters of a date's layout
 _MAX_INDENT = 100  # characters for each level of JSON
 
 
@@ -152,11 +161,11 @@ def _copied(value: Any, where: str) -> Any:
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     environment = Sandbox(
+        filters={"tojson": _to_json},
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(template)
@@ -176,25 +185,34 @@ class _GenerationBlock(jinja2.ext.Extension):
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    if isinstance(indent, int) and indent > _MAX_INDENT:
-        raise TemplateLimit(f"it indents JSON by more than {_MAX_INDENT}")
+    width = indent if isinstance(indent, int) else len(indent or "")
+    if max([width, *map(len, separators or ())]) > _MAX_INDENT:
+        raise TemplateLimit(f"it indents or separates JSON by more than {_MAX_INDENT}")
     # jinja2's own filter escapes &, <, > and ' for HTML, which a model never saw.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    chunks, length = [], 0
+    for chunk in encoder.iterencode(value):
+        current.get().look_at_clock()
+        length += len(chunk)
+        if length > MAX_CHARACTERS:
+            raise TemplateLimit(f"it makes JSON of more than {MAX_CHARACTERS} characters")
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
+    raise _Refused(message if isinstance(message, str) else short_repr(message))
 
 
 def _strftime_now(layout: str) -> str:
+    if len(layout) > _MAX_LAYOUT:
+        raise TemplateLimit(f"it gives a date a layout of more than {_MAX_LAYOUT} characters")
     return datetime.datetime.now().strftime(layout)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from oxidize_jax.text.backend_errors import backend_errors
 from oxidize_jax.text.pieces import SPACE_MARK
 from oxidize_jax.text.tokenizer import Tokenizer, make_tokenizer
 
@@ -138,7 +139,7 @@ class _Vocabulary:
                 f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} "
                 "tokens: the file is damaged."
             )
-        known = set(TokenType)
+        known = {int(kind): kind for kind in TokenType}
         strange = next((kind for kind in types if kind not in known), None)
         if strange is not None:
             raise ValueError(
@@ -146,7 +147,7 @@ class _Vocabulary:
             )
         # An empty token cannot be matched in a text and has none to give.
         self.types = [
-            TokenType(kind) if token else TokenType.UNUSED
+            known[kind] if token else TokenType.UNUSED
             for token, kind in zip(self.tokens, types, strict=True)
         ]
         for token_id in self.ids("bos_token_id", *EOS_KEYS):
@@ -304,13 +305,8 @@ def _merges_by_score(vocab: _Vocabulary) -> list[tuple[str, str]]:
 def _bpe(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
 ) -> tokenizers.Tokenizer:
-    try:
+    with backend_errors("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"):
         return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # the library raises a bare Exception
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {reason}"
-        ) from None
 
 
 _PHI3_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})

@@ -7,6 +7,8 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+from oxidize_jax.messages import short_repr
+from oxidize_jax.text.backend_errors import backend_errors
 from oxidize_jax.text.tokenizer import Tokenizer, make_tokenizer
 
 try:
@@ -15,6 +17,10 @@ except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(
         "Reading a tokenizer needs the tokenizers package: pip install tokenizers"
     ) from error
+
+
+MAX_TOKEN_ID = 2**24
+"""A table has an entry for each id below the largest. No vocabulary comes near it."""
 
 
 def load_hf_folder(path: Path) -> Tokenizer:
@@ -32,7 +38,7 @@ def load_hf_folder(path: Path) -> Tokenizer:
     extra = [*_extra_special(special_map), *_extra_special(settings)]
     _add_declared_tokens(backend, settings, [*names.values(), *extra])
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    vocab_size = max(vocabulary.values(), default=-1) + 1
+    vocab_size = _vocab_size(path / "tokenizer.json", vocabulary)
     own = [vocabulary[names[name]] for name in ("eos_token", "eot_token") if name in names]
     limit = max(vocab_size, _model_vocab_size(path / "config.json"))
     return make_tokenizer(
@@ -55,13 +61,23 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"{file}: not found. A folder needs tokenizer.json (a tokenizer.model or vocab.json "
             "alone is not read): save the tokenizer with transformers once to make it."
         )
-    try:
+    with backend_errors(f"{file}: not a tokenizer this reads"):
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(f"{file}: not a tokenizer this reads: {error}") from None
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _vocab_size(file: Path, vocabulary: dict[str, int]) -> int:
+    largest = max(vocabulary, key=vocabulary.__getitem__, default=None)
+    if largest is None:
+        return 0
+    if vocabulary[largest] > MAX_TOKEN_ID:
+        raise ValueError(
+            f"{file}: token {short_repr(largest)} has id {vocabulary[largest]}: ids up to "
+            f"{MAX_TOKEN_ID} are read; the file is damaged."
+        )
+    return vocabulary[largest] + 1
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -72,6 +88,13 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from None
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{file}: has a lone surrogate (half of a character, such as \\ud800): it is not "
+            "valid Unicode; write the character whole."
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: holds a {type(content).__name__}, not an object.")
     return content
@@ -126,7 +149,8 @@ def _add_declared_tokens(
         if fields["content"] in known:
             continue
         known.add(fields["content"])
-        backend.add_tokens([_added_token(fields)])
+        with backend_errors(f"tokenizer_config.json: added_tokens_decoder[{token_id}]"):
+            backend.add_tokens([_added_token(fields)])
         given = backend.token_to_id(fields["content"])
         if given != int(token_id):
             raise ValueError(
@@ -135,9 +159,10 @@ def _add_declared_tokens(
                 "are of different tokenizers."
             )
     missing = [token for token in dict.fromkeys(special) if token not in known]
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in missing]
-    )
+    with backend_errors("tokenizer_config.json or special_tokens_map.json: special tokens"):
+        backend.add_special_tokens(
+            [tokenizers.AddedToken(token, special=True, normalized=False) for token in missing]
+        )
 
 
 def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:

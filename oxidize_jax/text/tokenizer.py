@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oxidize_jax.text.backend_errors import backend_errors
 from oxidize_jax.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Tokenizer:
         ids at all: callers refuse an empty prompt.
 
         Raises:
-            ValueError: ``text`` is not a string or holds half a surrogate pair.
+            ValueError: ``text`` is not a string or holds half a surrogate pair, or the
+                tokenizer has no token for it.
         """
         if not isinstance(text, str):
             raise ValueError(f"text={type(text).__name__}: must be a string.")
@@ -132,7 +134,8 @@ class Tokenizer:
                 f"text has a lone surrogate at index {error.start}: it is not valid Unicode; "
                 "send the character whole."
             ) from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with backend_errors("the tokenizer cannot encode the text"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
         self,

@@ -257,3 +257,21 @@ def test_the_checksum_sees_blocks_that_changed_places():
         flipped = values[:size].copy()
         flipped.view(np.uint8)[-1] ^= 1
         assert array_checksum(values[:size]) != array_checksum(flipped)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.gguf", "chat_template.jinja", "generation_config.json"]
+)
+def test_a_tokenizer_file_that_came_later_is_refused(saved, name):
+    assert tokenizer_of(saved) == saved / "tokenizer"
+    (saved / "tokenizer" / "notes.txt").write_text("nothing reads this")
+    assert tokenizer_of(saved) == saved / "tokenizer"
+    (saved / "tokenizer" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"{name}: was not saved with the model"):
+        tokenizer_of(saved)
+
+
+def test_the_tokenizer_alone_is_checked_too(saved):
+    (saved / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: has 2 bytes and should"):
+        tokenizer_of(saved)

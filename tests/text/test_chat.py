@@ -2,6 +2,7 @@
 
 import datetime
 
+import jinja2
 import pytest
 
 from oxidize_jax.text.chat import render_chat
@@ -69,6 +70,21 @@ def test_strftime_now():
 def test_raise_exception_is_a_value_error_with_its_words():
     with pytest.raises(ValueError, match="template refuses these messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('a\\nb ' * 999) }}",
+        "{{ raise_exception(['a\\nb '] * 999) }}",
+        "{{ [1].index('a\\nb ' * 999) }}",
+    ],
+)
+def test_what_a_template_says_is_cut_and_in_one_line(template):
+    with pytest.raises(ValueError, match="chat") as caught:
+        render(template)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +202,19 @@ def test_methods_and_filters_make_what_they_always_did(expression, text):
 
 @pytest.mark.parametrize("template", [_NESTED, _MACRO + "{{ f(40) }}"])
 def test_loops_and_macros_without_end_are_stopped(monkeypatch, template):
-    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_STEPS", 9999)
+    monkeypatch.setattr("oxidize_jax.text.template_budget.MAX_STEPS", 9999)
     with pytest.raises(ValueError, match="chat template stopped: its loops and macros take more"):
         render(template)
 
 
 def test_a_template_that_takes_too_long_is_stopped(monkeypatch):
-    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("oxidize_jax.text.template_budget.MAX_SECONDS", 0.05)
     with pytest.raises(ValueError, match=r"chat template stopped: it takes more than 0\.05 sec"):
         render("{% for i in range(99999) %}{% set x = range(9999) | list %}{% endfor %}")
 
 
 def test_limits_are_for_each_rendering_and_leave_the_operators_as_they_are(monkeypatch):
-    monkeypatch.setattr("oxidize_jax.text.sandbox.MAX_STEPS", 1000)
+    monkeypatch.setattr("oxidize_jax.text.template_budget.MAX_STEPS", 1000)
     template = (
         "{% macro twice(x) %}{{ x ~ x }}{% endmacro %}{% set x = 'ab' * 3 + 'c' %}"
         "{% for i in range(999) %}{% if loop.last %}{{ loop.index ~ x ~ none }}{% endif %}"
@@ -241,3 +257,177 @@ def test_bad_messages(messages, message):
 def test_arguments_must_be_plain_data():
     with pytest.raises(ValueError, match=r"template argument.tools\[0\]=function"):
         render("{{ tools }}", tools=[render])
+
+
+_MORE = "it makes a text or list of more than 10000000 items"
+
+
+def _in_each_other(expression, turns=60, first="['x']"):
+    return (
+        f"{{% set ns = namespace(a={first}) %}}{{% for i in range({turns}) %}}"
+        f"{{% set ns.a = {expression} %}}{{% endfor %}}"
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(
+            _in_each_other(expression)
+            for expression in (
+                "[ns.a, ns.a]",
+                "(ns.a, ns.a)",
+                "{1: ns.a, 2: ns.a}",
+                "dict(a=ns.a, b=ns.a)",
+                "[ns.a] + [ns.a]",
+                "[ns.a] * 2",
+                "[[ns.a]] | batch(2, ns.a) | first",
+                "[[ns.a, 1] | list] | map('batch', 4, ns.a) | first | list",
+                "[(ns.a, 1)] | groupby(0) | list",
+                "cycler(ns.a, ns.a).items",
+                "{1: ns.a, 2: ns.a}.values() | list",
+            )
+        ),
+        "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% endif %}{% endmacro %}"
+        "{{ f(60, 1) }}",
+    ],
+)
+def test_lists_that_are_many_times_in_each_other_are_stopped(template):
+    for use in ("{{ ns.a }}", "{{ ns.a | tojson }}", "{{ ns.a == [ns.a] }}", "{{ {}[ns.a] }}"):
+        with pytest.raises(ValueError, match=f"chat template stopped: {_MORE}"):
+            render(template + use)
+
+
+@pytest.mark.parametrize("expression", ["[ns.a]", "(ns.a,)"])
+def test_lists_too_deep_in_each_other_are_stopped(expression):
+    with pytest.raises(ValueError, match="stopped: it makes lists in lists more than 200 deep"):
+        render(_in_each_other(expression, turns=99999) + "{{ {}[ns.a] }}")
+
+
+def test_a_namespace_that_holds_itself_is_printed_without_what_it_holds():
+    many = _in_each_other("namespace(x=ns.a, y=ns.a)")
+    assert render(many + "{{ ns.a }}{% set ns.a = ns %}{{ [ns] }}") == "<Namespace>[<Namespace>]"
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("('{0}' * 9999).format('x' * 9999)", "makes a text"),
+        ("('{0}' * 1000000).format('x' * 9999999)", "formats a text of more"),
+        ("('%(a)s' * 999) % {'a': 'x' * 99999}", "makes a text"),
+        ("('%(a)s' * 999) | format(a='x' * 99999)", "makes a text"),
+        ("('%s' * 9999) % ('x',)", "makes a text"),
+        ("'%(a)99999d' % {'a': 1}", "formats a field"),
+        ("'%(a(b)c)99999d' % {'a(b)c': 1}", "formats a field"),
+        ("messages | tojson(separators=('x' * 999, ':'))", "indents or separates"),
+        ("messages | tojson(indent='x' * 999)", "indents or separates"),
+        ("(range(99999) | list) | tojson(separators=('x' * 99, ':'))", "JSON of more than"),
+        ("('x\\n' * 99999) | indent('x' * 999)", "makes a text"),
+        ("('x' * 9999999).join('a' * 9999)", "makes a text"),
+        ("('x' * 9999999).join({'a': 1, 'b': 2})", "makes a text"),
+        ("('a' * 5000000).rfind('b' ~ 'a' * 2500000)", "searches a long text"),
+        ("('a' * 5000000) | trim('b' * 2500000 ~ 'a')", "searches a long text"),
+        ("1 | round(1000000000, 'ceil')", "digits"),
+        ("[[1]] | sum(start=[])", "sum of what is no number"),
+        ("strftime_now('%Y' * 9999)", "layout of more than"),
+        ("([missing] * 99999) | map('default', ['x' * 999999]) | join", "makes a text"),
+    ],
+)
+def test_more_that_makes_long_texts_or_takes_long_is_stopped(expression, message):
+    with pytest.raises(ValueError, match=f"chat template stopped: it .*{message}"):
+        render("{{ " + expression + " }}")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'{a}'.format_map({'a': 1})",
+        "('{a}' | attr('format_map'))({'a': 1})",
+        "'x'.translate({120: 'y'})",
+        "'x'.encode()",
+        "'x'.expandtabs(99)",
+        "(1).to_bytes(9999999999, 'big')",
+        "dict.fromkeys([1])",
+    ],
+)
+def test_methods_that_no_chat_needs_are_refused(expression):
+    with pytest.raises(ValueError, match="refused, it is not safe to run: it asks for"):
+        render("{{ " + expression + " }}")
+
+
+@pytest.mark.parametrize("name", ["urlize", "wordwrap", "xmlattr", "pprint", "striptags"])
+def test_filters_that_no_chat_needs_are_not_there(name):
+    with pytest.raises(ValueError, match=f"chat template line 1: No filter named '{name}'"):
+        render("{{ 'x' | " + name + " }}")
+
+
+def test_what_is_printed_in_a_macro_or_a_block_counts_too():
+    printed = "{% set x = 'x' * 999999 %}{% set y %}{% for i in range(999) %}{{ x }}{% endfor %}"
+    literal = "{% set y %}{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}"
+    for template in (printed, literal):
+        with pytest.raises(ValueError, match="stopped: it prints more than 40000000 characters"):
+            render(template + "{% endset %}")
+    with pytest.raises(ValueError, match="stopped: it has more than 1000000 characters itself"):
+        render("x" * 1000001)
+
+
+@pytest.mark.parametrize("use", ["a == b", "a is eq(b)", "a | string", "[1][a]", "a ~ b", "(1).x"])
+def test_the_clock_is_looked_at_without_a_loop_too(monkeypatch, use):
+    monkeypatch.setattr("oxidize_jax.text.template_budget.MAX_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"chat template stopped: it takes more than -1 sec"):
+        render("{% set c = " + use + " %}{{ c }}", a="a", b="b")
+
+
+def test_a_long_conversation_is_rendered():
+    messages = [{"role": "user", "content": "word " * 100}] * 2000
+    template = (
+        "{% set ns = namespace(seen=[]) %}{% for m in messages %}{% set ns.seen = ns.seen + [m] %}"
+        "{{ m.content | trim }}{{ m | tojson }}{% endfor %}{{ ns.seen | length }}"
+    )
+    assert render(template, messages).endswith("2000")
+
+
+def test_lists_are_made_as_they_always_were():
+    template = (
+        "{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{% endfor %}{{ [] }}{{ () }}{{ {} }}"
+        "{{ [1, 2, 3][1:] }}{{ (1,) + (2,) }}{{ [[1, 2] | map('string') | list] }}"
+        "{{ {'a': [1]}['a'] }}{% set x, y = 1, 2 %}{{ x < y }}{{ [1] | tojson(indent=1) }}"
+    )
+    expected = "1234[]()" + "{}" + "[2, 3](1, 2)[['1', '2']][1]True[\n 1\n]"
+    assert render(template) == expected
+
+
+_WITH_TOOLS = """
+{%- macro kind(type) -%}
+{%- if type is string -%}{{ type }}{%- else -%}{{ type | map('string') | join(' | ') }}{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last=0, seen=[]) -%}
+{%- for message in messages[::-1] -%}
+{%- if message.role == 'user' and not message.content.startswith('<') -%}
+{%- set ns.last = messages | length - 1 - loop.index0 -%}
+{%- endif -%}
+{%- endfor -%}
+{%- for tool in tools -%}
+{%- for name, spec in tool.properties | items -%}
+{{ name }}: {{ kind(spec.type) }}{{ ', ' if not loop.last }}
+{%- endfor -%}
+{{ tool.properties.keys() | list | join(',') }}{% for k, v in tool | dictsort %}{{ k }}{% endfor %}
+{%- endfor -%}
+{{ ([tools[0].name] + [none, 'g'] | select('string') | list) | reject('equalto', 'g') | list }}
+{%- for message in messages -%}
+{%- set content = message.content.split('</think>')[-1].lstrip('\\n') -%}
+{{ '<' ~ message['role'] + '>' + content | trim }}{{ message.get('name', '-') }}
+{%- set ns.seen = ns.seen + [{'role': message.role}] -%}
+{%- endfor -%}
+{{ ns.seen | selectattr('role', 'equalto', 'user') | list | length }}{{ ns.last }}
+{{ ns.seen | map(attribute='role') | unique | sort | join(',') }}{{ '%s-%d' | format('a', 3) }}
+"""
+
+
+def test_a_template_with_tools_renders_as_it_does_without_a_sandbox():
+    tools = [{"name": "f", "properties": {"a": {"type": "int"}, "b": {"type": ["x", "null"]}}}]
+    messages = [*HI, {"role": "assistant", "content": "<think>a</think>\nyo"}, *HI]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(_WITH_TOOLS)
+    expected = plain.render(messages=messages, tools=tools)
+    assert "a: int, b: x | nulla,b" in expected
+    assert render(_WITH_TOOLS, messages, tools=tools) == expected

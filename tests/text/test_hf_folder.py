@@ -1,5 +1,6 @@
 """Tokenizers read from a Hugging Face folder."""
 
+import base64
 import json
 
 import pytest
@@ -197,3 +198,52 @@ def test_metaspace_decoder(golden, spm, tmp_path):
     tokenizer = Tokenizer.from_hf_folder(tmp_path)
     ids = tokenizer.encode("the dog doesn't mind")
     assert tokenizer.decode(ids) == backend.decode(ids) == "the dog doesn't mind"
+
+
+def test_an_id_that_no_table_can_have_is_refused(hf_folder):
+    folder = hf_folder()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: token 'far' has id 4000000000: ids up"):
+        Tokenizer.from_hf_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "\ud800"}},
+        {"special_tokens_map": {"additional_special_tokens": ["\ud800"]}},
+        {"tokenizer_config": {"chat_template": "\ud800"}},
+    ],
+)
+def test_half_a_character_in_a_file_is_refused_by_name(hf_folder, files):
+    (name,) = files
+    with pytest.raises(
+        ValueError, match=rf"{name}\.json: has a lone surrogate .*\\ud800"
+    ) as caught:
+        Tokenizer.from_hf_folder(hf_folder(**files))
+    assert not isinstance(caught.value, UnicodeError)
+
+
+def test_a_panic_of_the_library_is_a_value_error(hf_folder):
+    folder = hf_folder()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: not a tokenizer this reads: .*charsmap"
+    ):
+        Tokenizer.from_hf_folder(folder)
+
+
+def test_a_panic_while_a_text_is_encoded_is_a_value_error(hf_folder):
+    folder = hf_folder()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    # A trie that ends before its first node.
+    charsmap = base64.b64encode(b"\4" + bytes(7)).decode()
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_hf_folder(folder)
+    with pytest.raises(ValueError, match="tokenizer cannot encode the text: index out of bounds"):
+        tokenizer.encode("a")
