@@ -148,7 +148,9 @@ class HFFields:
         value = self._get(key, None)
         if value is None:
             return [default(layer) for layer in range(layers)]
-        if not isinstance(value, list) or len(value) < layers or not set(value[:layers]) <= {0, 1}:
+        # "in" and not a set: there may be lists in it.
+        is_list = isinstance(value, list) and len(value) >= layers
+        if not is_list or any(flag not in (0, 1) for flag in value[:layers]):
             raise CheckpointError(
                 f"{self._source}: {key}={short_repr(value)}: must be a list with 0 or 1 for "
                 f"each of the {layers} layers."
