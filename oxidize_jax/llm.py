@@ -80,6 +80,7 @@ class LLM(Scores, Saves):
         started = start(chosen, warm_up=warm_up, progress=progress)
         self.options = chosen
         self.tokenizer = started.tokenizer
+        self._tokenizer_path = started.tokenizer_path
         self.model_config: ModelConfig = started.model_config
         self.config: EngineConfig = started.config
         engine = Engine(

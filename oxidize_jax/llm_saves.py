@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, cast
 import jax
 import numpy as np
 
-from oxidize_jax.checkpoints.resolve import resolve_model
 from oxidize_jax.checkpoints.save import save_model
 from oxidize_jax.checkpoints.saved import numpy_dtype
 from oxidize_jax.model.functional import Decoder
 from oxidize_jax.model.transformer import parameter_shapes
-from oxidize_jax.startup import find_tokenizer
 
 if TYPE_CHECKING:
     from oxidize_jax.engine.engine import Engine
     from oxidize_jax.model.config import ModelConfig
-    from oxidize_jax.options import Options
 
 
 class Saves:
@@ -28,7 +25,7 @@ class Saves:
     if TYPE_CHECKING:
         engine: Engine
         model_config: ModelConfig
-        options: Options
+        _tokenizer_path: Path
 
     def save(self, folder: str | Path) -> Path:
         """Save weights, configuration, tokenizer and chat template to ``folder``; its path.
@@ -49,8 +46,10 @@ class Saves:
         leaves = self.engine.params
         names = parameter_shapes(config, quantized=cast(Decoder, self.engine.model).quantized)
         params = {name: _as_loaded(leaves[name]) for name in names}
-        resolved = resolve_model(self.options.model, allow_download=False)
-        return save_model(folder, config, params, find_tokenizer(self.options, resolved))
+        tokenizer = self._tokenizer_path
+        if not (tokenizer.is_file() or (tokenizer / "tokenizer.json").is_file()):
+            raise ValueError(f"{tokenizer}: the files that the tokenizer came from are gone.")
+        return save_model(folder, config, params, tokenizer)
 
 
 def _as_loaded(leaf: jax.Array) -> np.ndarray:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from oxidize_jax.checkpoints.fill import parameter_bytes
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
-from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
+from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model, saved_folder
 from oxidize_jax.checkpoints.saved import is_saved, read_manifest, tokenizer_of
 from oxidize_jax.config import EngineConfig
 from oxidize_jax.engine.warmup import WarmUp
@@ -45,6 +45,8 @@ class Started:
     """All that an engine is made of, and the tokenizer."""
 
     tokenizer: Tokenizer
+    tokenizer_path: Path
+    """Where it came from, absolute: a process may change its folder."""
     model_config: ModelConfig
     config: EngineConfig
     decoder: Decoder
@@ -57,7 +59,7 @@ def start(options: Options, *, warm_up: bool, progress: bool) -> Started:
     Raises ValueError in one line for what cannot be used, and where memory is short.
     """
     resolved = resolve_model(options.model)
-    tokenizer_path = find_tokenizer(options, resolved)
+    tokenizer_path = find_tokenizer(options, resolved).absolute()
     dtype = jnp.dtype(weight_dtype(options))
     model = describe_checkpoint(resolved.path).config
     if model is None:
@@ -80,7 +82,7 @@ def start(options: Options, *, warm_up: bool, progress: bool) -> Started:
         if warming is not None:
             warming.cancel()
         raise
-    return Started(tokenizer, model, config, decoder, params)
+    return Started(tokenizer, tokenizer_path, model, config, decoder, params)
 
 
 def abstract_parameters(model: ModelConfig, dtype: jnp.dtype) -> dict[str, Any]:
@@ -129,10 +131,10 @@ def _fitted(
 
 def with_saved_dtype(options: Options) -> Options:
     """``options`` whose ``dtype="auto"`` is, of a saved model, the one that it was saved in."""
-    if options.dtype != "auto" or not is_saved(options.model):
+    folder = saved_folder(options.model)
+    if options.dtype != "auto" or folder is None:
         return options
-    manifest = read_manifest(Path(options.model).expanduser())
-    return dataclasses.replace(options, dtype=manifest.dtype)
+    return dataclasses.replace(options, dtype=read_manifest(folder).dtype)
 
 
 def find_tokenizer(options: Options, resolved: ResolvedModel) -> Path:

@@ -19,16 +19,14 @@ import numpy as np
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
 from oxidize_jax.checkpoints.families import FAMILIES, GGUF_FAMILIES, GGUFFormat
 from oxidize_jax.checkpoints.families.gguf_fields import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
+    FACTORS,
     GGUFFields,
 )
 from oxidize_jax.checkpoints.gguf_header import GGUFHeader, GGUFTensorInfo, read_gguf_header
 from oxidize_jax.checkpoints.stored import OpenCheckpoint, StoredTensor
+from oxidize_jax.messages import short_repr
 from oxidize_jax.model.config import ModelConfig
-
-_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+from oxidize_jax.model.rope import check_ropes
 
 
 def open_gguf(path: str | Path) -> OpenCheckpoint:
@@ -58,7 +56,7 @@ def open_gguf(path: str | Path) -> OpenCheckpoint:
         tensors=tensors,
         config=config,
         refusal=refusal,
-        harmless=frozenset(_FACTORS),
+        harmless=frozenset(FACTORS),
         row_maps=row_maps,
     )
 
@@ -71,8 +69,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     :class:`CheckpointError` for a missing or odd value.
     """
     layout = _layout(header)
-    _check_numbers(header, layout.architecture)
-    tensors = {info.name: info for info in header.tensors if info.name in _FACTORS}
+    tensors = {info.name: info for info in header.tensors if info.name in FACTORS}
 
     def read(name: str) -> np.ndarray | None:
         if name not in tensors:
@@ -81,7 +78,9 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         return tensor.read_rows(0, tensor.matrix_shape[0]).reshape(-1)
 
     try:
-        return layout.config(GGUFFields(header, read, layout.architecture))
+        config = layout.config(GGUFFields(header, read, layout.architecture))
+        check_ropes(config)
+        return config
     except CheckpointError:
         raise
     except ValueError as error:
@@ -95,29 +94,21 @@ def _layout(header: GGUFHeader) -> GGUFFormat:
     family = GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None or family.gguf is None:
         raise UnsupportedModelError(
-            f"{header.path}: general.architecture={architecture!r} is not supported, only "
-            f"{', '.join(map(repr, GGUF_FAMILIES))} are."
+            f"{header.path}: general.architecture={short_repr(architecture)} is not supported, "
+            f"only {', '.join(map(repr, GGUF_FAMILIES))} are."
         )
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(
-            f"{header.path}: general.type={kind!r} is not supported, only whole models are."
+            f"{header.path}: general.type={short_repr(kind)} is not supported, only "
+            "whole models are."
         )
     if metadata.get("split.count", 1) != 1:
         raise UnsupportedModelError(
-            f"{header.path}: split.count={metadata['split.count']}: a GGUF in several files is "
-            "not supported; join them with llama.cpp's `llama-gguf-split --merge`."
+            f"{header.path}: split.count={short_repr(metadata['split.count'])}: a GGUF in "
+            "several files is not supported; join them with llama.cpp's `llama-gguf-split --merge`."
         )
     return family.gguf
-
-
-def _check_numbers(header: GGUFHeader, architecture: str) -> None:
-    """Refuse a number of the model that is beyond float32, in which it is used."""
-    largest = float(np.finfo(np.float32).max)
-    for key, value in header.metadata.items():
-        ours = key.startswith(f"{architecture}.") and isinstance(value, float)
-        if ours and largest < abs(value) < math.inf:
-            raise CheckpointError(f"{header.path}: {key}={value!r}: must fit float32.")
 
 
 def rotary_row_map(num_heads: int, head_dim: int) -> np.ndarray:

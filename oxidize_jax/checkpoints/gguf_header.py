@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
+from oxidize_jax.messages import short_repr
 
 MAGIC = b"GGUF"
 
@@ -36,6 +37,9 @@ _SCALARS = {
 }
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _MAX_DIMS = 4
+_MAX_ITEMS = 2**23
+"""Of an array, whose items become Python objects of tens of bytes. The largest vocabularies
+have some hundred thousand tokens and merges."""
 _DEFAULT_ALIGNMENT = 32
 
 
@@ -147,7 +151,7 @@ def _read_value(reader: _Reader, key: str) -> Any:
 def _read_array(reader: _Reader, key: str) -> list[Any]:
     item_type = reader.scalar(_U32, key)
     if item_type == _STRING:
-        length = reader.count(key, least_bytes=_U64.size)
+        length = _read_length(reader, key, _U64.size)
         return [reader.string(key) for _ in range(length)]
     if item_type not in _SCALARS:
         raise CheckpointError(
@@ -155,8 +159,18 @@ def _read_array(reader: _Reader, key: str) -> list[Any]:
             "(arrays of arrays are not supported)."
         )
     item = _SCALARS[item_type]
-    length = reader.count(key, least_bytes=item.size)
+    length = _read_length(reader, key, item.size)
     return [value for (value,) in item.iter_unpack(reader.bytes(length * item.size, key))]
+
+
+def _read_length(reader: _Reader, key: str, least_bytes: int) -> int:
+    length = reader.count(key, least_bytes=least_bytes)
+    if length > _MAX_ITEMS:
+        raise CheckpointError(
+            f"{reader.path}: {short_repr(key)} is an array of {length} items; at most "
+            f"{_MAX_ITEMS} are read."
+        )
+    return length
 
 
 def _read_tensor_info(reader: _Reader) -> GGUFTensorInfo:

@@ -11,8 +11,9 @@ from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelErro
 from oxidize_jax.checkpoints.families import FAMILIES
 from oxidize_jax.checkpoints.families.hf_fields import HFFields
 from oxidize_jax.checkpoints.hf_limits import check_limits
-from oxidize_jax.messages import reason
+from oxidize_jax.messages import reason, short_repr
 from oxidize_jax.model.config import ModelConfig
+from oxidize_jax.model.rope import check_ropes
 
 _MAX_JSON = 100_000_000
 """Bytes. The index of the largest models has some hundred thousand."""
@@ -30,20 +31,22 @@ def config_from_hf(raw: Mapping[str, Any], source: str = "config.json") -> Model
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"{source}: model_type={model_type!r} is not supported, only "
+            f"{source}: model_type={short_repr(model_type)} is not supported, only "
             f"{', '.join(map(repr, FAMILIES))} are."
         )
     wanted = [family.hf.model_class]
     classes = raw.get("architectures") or wanted
     if classes != wanted:
         raise UnsupportedModelError(
-            f"{source}: architectures={classes!r} is not supported, only {wanted} is."
+            f"{source}: architectures={short_repr(classes)} is not supported, only {wanted} is."
         )
     check_limits(raw, source)
     fields = HFFields(raw, source, family.hf.defaults)
     fields.check_neutral(family.hf.neutral)
     try:
-        return family.hf.config(fields)
+        config = family.hf.config(fields)
+        check_ropes(config)
+        return config
     except CheckpointError:
         raise
     except (ValueError, ArithmeticError) as error:

@@ -32,12 +32,6 @@ def check_limits(raw: Mapping[str, Any], source: str) -> None:
         layers = raw.get(key)
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise CheckpointError(f"{source}: {key}={layers}: must be at most {MAX_LAYERS}.")
-    flags = raw.get("no_rope_layers")
-    if isinstance(flags, list) and any(isinstance(flag, list | dict) for flag in flags):
-        raise CheckpointError(
-            f"{source}: no_rope_layers={short_repr(flags)}: must be a list with 0 or 1 for each "
-            "layer."
-        )
     for path, rope in _ropes(raw, source):
         _check_rope(path, rope, source)
     for key in ("bos_token_id", "eos_token_id"):

@@ -54,6 +54,14 @@ def resolve_model(model: str | Path, *, allow_download: bool = True) -> Resolved
         raise CheckpointError(f"model={_shown(model)}: {reason}.") from None
 
 
+def saved_folder(model: str | Path) -> Path | None:
+    """The folder of a saved model on this machine that :func:`resolve_model` finds for
+    ``model``, sound or not; None where it finds something else. A built-in name is no folder."""
+    if (isinstance(model, str) and model in BUILTIN_MODELS) or not is_saved(model):
+        return None
+    return Path(model).expanduser()
+
+
 def _resolve_local(model: str | Path) -> ResolvedModel | None:
     """The folder or file at ``model``; None if there is none and it need not be a path."""
     path = _expanded(model)

@@ -55,9 +55,10 @@ def save_model(
     """
     orbax = import_orbax()
     target = check_folder(folder)
+    check_space(target, sum(values.nbytes for values in params.values()))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.saving-"))
+        scratch = _scratch(target, target.parent)
         try:
             _write(orbax, scratch, config, params, tokenizer)
             scratch.chmod(0o755)  # mkdtemp makes it the user's own
@@ -73,7 +74,8 @@ def save_model(
 def check_folder(folder: str | Path) -> Path:
     """The absolute path of a folder that :func:`save_model` can make.
 
-    Raises :class:`CheckpointError` if it is there and not empty.
+    Raises :class:`CheckpointError` if it is there and not empty, or cannot be made: its parent
+    is a file or may not be written, its name is too long.
     """
     try:
         target = Path(folder).expanduser().absolute()
@@ -86,7 +88,31 @@ def check_folder(folder: str | Path) -> Path:
             f"folder={short_repr(str(folder), 200)}: is there already; name a new one, or "
             "delete it first."
         )
+    try:
+        _scratch(target, _existing_parent(target)).rmdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"folder={short_repr(str(folder), 200)}: cannot be made: {error.strerror or error}."
+        ) from None
     return target
+
+
+def check_space(target: Path, nbytes: int) -> None:
+    """Raise :class:`CheckpointError` if ``nbytes`` are not free where ``target`` will be."""
+    free = shutil.disk_usage(_existing_parent(target)).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{target}: the model takes {nbytes / _GB:.3g} GB, but only {free / _GB:.3g} GB are "
+            "free there."
+        )
+
+
+def _scratch(target: Path, parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent, prefix=f".{target.name}.saving-"))
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(path for path in target.parents if os.path.lexists(path))
 
 
 def _write(
@@ -147,6 +173,9 @@ def _write_params(orbax: Any, folder: Path, arrays: dict[str, np.ndarray]) -> No
     try:
         with orbax.Checkpointer(handler) as checkpointer:
             checkpointer.save(folder, args=orbax.args.PyTreeSave(arrays))
+    except (ValueError, RuntimeError) as error:  # TensorStore's, of files too
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: cannot be written: {said}") from error
     finally:
         log.setLevel(level)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from oxidize_jax.cli.backend import start_backend
 from oxidize_jax.cli.parser import Parser, UsageError, filled
 from oxidize_jax.cli.terminal import Status, binary_size
+from oxidize_jax.messages import short_repr
 
 if TYPE_CHECKING:
     from oxidize_jax.checkpoints.load import CheckpointInfo
@@ -38,8 +39,8 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "models",
         help="what can be run; what is in a model and how much memory it takes",
-        description="Say what can be run, or what one model is. Reads headers only, fetches "
-        "nothing.",
+        description="Say what can be run, or what one model is. Reads headers and the tokenizer, "
+        "fetches nothing.",
         epilog=_EXAMPLES,
     )
     parser.add_argument(
@@ -95,7 +96,7 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
     rows = {
         "path": str(info.path),
         "format": _format(info),
-        "architecture": info.architecture,
+        "architecture": _printable(info.architecture),
         "supported": "yes" if info.supported else f"no: {info.reason}",
         "parameters": f"{count / 1e6:,.1f} million"
         if count < 1e9
@@ -104,10 +105,36 @@ def describe(info: CheckpointInfo) -> dict[str, str]:
         "weights take": f"{binary_size(info.bytes_float32)} in float32, "
         f"{binary_size(info.bytes_bfloat16)} in bfloat16, "
         f"{binary_size(info.bytes_int8)} in int8",
-        "tensor types": ", ".join(f"{n} x {kind}" for kind, n in info.tensor_types.items()),
+        "tensor types": ", ".join(
+            f"{n} x {_printable(kind)}" for kind, n in info.tensor_types.items()
+        ),
         "context": "not given" if info.context_length is None else f"{info.context_length} tokens",
     }
-    return rows if info.config is None else rows | _shape_rows(info.config)
+    if info.config is None:
+        return rows
+    return rows | {"tokenizer": _tokenizer(info)} | _shape_rows(info.config)
+
+
+def _printable(name: str) -> str:
+    """A file's word as it is where that is short and prints; else in quotes, cut off."""
+    shown = short_repr(name)
+    return name if shown == f"'{name}'" else shown
+
+
+def _tokenizer(info: CheckpointInfo) -> str:
+    """Whether it can be used: it is read, which of a large vocabulary takes a second."""
+    from oxidize_jax.checkpoints.saved import tokenizer_of
+    from oxidize_jax.text.tokenizer import Tokenizer
+
+    path = tokenizer_of(info.path) if info.format == "saved" else info.path
+    try:
+        if path.is_file():
+            Tokenizer.from_gguf(path)
+        else:
+            Tokenizer.from_hf_folder(path)
+    except (ValueError, OSError) as error:
+        return f"no: {str(error).removeprefix(f'{path}: ')} (--tokenizer takes another)"
+    return "yes"
 
 
 def _format(info: CheckpointInfo) -> str:

@@ -43,14 +43,19 @@ def run_save(args: argparse.Namespace) -> int:
     """Load, save and print the path."""
     import jax.numpy as jnp
 
-    from oxidize_jax.checkpoints.load import load_checkpoint
+    from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
     from oxidize_jax.checkpoints.resolve import resolve_model
-    from oxidize_jax.checkpoints.save import check_folder, import_orbax, save_model
+    from oxidize_jax.checkpoints.save import (
+        check_folder,
+        check_space,
+        import_orbax,
+        save_model,
+    )
     from oxidize_jax.options import Options, weight_dtype
     from oxidize_jax.startup import find_tokenizer, load_tokenizer, with_saved_dtype
 
     # Before minutes of loading.
-    check_folder(args.folder)
+    target = check_folder(args.folder)
     import_orbax()
     options = Options(model=args.model, dtype=args.dtype, tokenizer=args.tokenizer)
     options = with_saved_dtype(options)
@@ -59,8 +64,9 @@ def run_save(args: argparse.Namespace) -> int:
     resolved = resolve_model(options.model)
     tokenizer = find_tokenizer(options, resolved)
     load_tokenizer(tokenizer)  # nothing is saved that could not be run
-    checkpoint = load_checkpoint(
-        resolved.path, jnp.dtype(weight_dtype(options)), progress=status.watched
-    )
+    dtype = jnp.dtype(weight_dtype(options))
+    info = describe_checkpoint(resolved.path)
+    check_space(target, getattr(info, f"bytes_{dtype.name}"))
+    checkpoint = load_checkpoint(resolved.path, dtype, progress=status.watched)
     print(save_model(args.folder, checkpoint.config, checkpoint.params, tokenizer))
     return 0

@@ -38,6 +38,28 @@ def rotations(positions: jax.Array, config: ModelConfig) -> RotationAt:
     return lambda layer: stack[which[layer]]
 
 
+def check_ropes(config: ModelConfig) -> None:
+    """Raise ValueError for settings of which no frequencies come.
+
+    Called when a checkpoint is read: programs are built later, and in another thread.
+    """
+    scaling = config.rope_scaling
+    bases = {"global": ("rope_theta", config.rope_theta)}
+    bases["local"] = ("local_rope_theta", config.local_rope_theta)
+    # Not ``ropes``, a list of any length: the number of layers may be damaged.
+    kinds = set() if config.learned_positions else set(config.layer_ropes or ["global"])
+    for name, theta in (bases[kind] for kind in sorted(kinds - {"none"})):
+        if theta < 1:
+            raise ValueError(f"{name}={theta}: must be at least 1.")
+    if scaling.kind == "yarn" and config.rope_theta <= 1:
+        raise ValueError(f"rope_theta={config.rope_theta}: must be above 1 with rope_type='yarn'.")
+    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError(
+            f"low_freq_factor={scaling.low_freq_factor}: must be below high_freq_factor="
+            f"{scaling.high_freq_factor}."
+        )
+
+
 def rotate(x: jax.Array, rotation: jax.Array | None) -> jax.Array:
     """Rotary embedding (Su et al., 2021) of ``x f32[T, heads, D]``.
 

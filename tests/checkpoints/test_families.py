@@ -199,6 +199,7 @@ def test_older_spellings_of_gemma_3():
         ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Conditional"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [[1]] * 64}, r"no_rope_layers=.*0 or 1 for each"),
         ("gpt2", {"n_head": 4}, "n_embd=30 is not a multiple of n_head=4"),
         ("olmo2", {"model_type": "olmo3"}, "model_type='olmo3'.*'olmo2'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),

@@ -15,6 +15,7 @@ from write_checkpoints import (
     write_hf_folder,
 )
 
+from oxidize_jax.checkpoints import gguf_header
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
 from oxidize_jax.checkpoints.gguf import config_from_gguf, open_gguf, rotary_row_map
 from oxidize_jax.checkpoints.gguf_header import read_gguf_header
@@ -206,6 +207,41 @@ def test_rope_scaling_by_its_keys(tmp_path, config, changes, scaling):
     changes = {f"rope.scaling.{key}": value for key, value in changes.items()}
     path = write_gguf(tmp_path / "m.gguf", config, random_params(config), changes=changes)
     assert load_checkpoint(path).config == dataclasses.replace(config, rope_scaling=scaling)
+
+
+def test_numbers_are_of_any_type_and_fit_float32(tmp_path, config):
+    header = read_gguf_header(write_gguf(tmp_path / "m.gguf", config, random_params(config)))
+
+    def read(key, value):
+        metadata = header.metadata | {f"llama.{key}": value}
+        return config_from_gguf(dataclasses.replace(header, metadata=metadata))
+
+    assert read("rope.freq_base", 20_000).rope_theta == 20_000.0
+    for value in (1e-60, 1e-40, 1e300):
+        with pytest.raises(CheckpointError, match=r"llama\.attention\.layer_norm_rms_eps.*float32"):
+            read("attention.layer_norm_rms_epsilon", value)
+    for value in (True, 0, -1.0, "x"):
+        with pytest.raises(CheckpointError, match=r"freq_base=.*must be a positive number"):
+            read("rope.freq_base", value)
+    with pytest.raises(CheckpointError, match=r"rope_theta=0\.5: must be at least 1"):
+        read("rope.freq_base", 0.5)
+
+
+def test_factors_more_than_a_head_has_are_refused_before_they_are_read(tmp_path, config):
+    extra = {"rope_freqs.weight": np.ones(4096, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", config, random_params(config), extra=extra)
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' has 4096 numbers, but there"):
+        load_checkpoint(path)
+
+
+def test_an_array_of_very_many_items_is_not_read(tmp_path, config, monkeypatch):
+    changes = {"a.numbers": [1, 2, 3, 4]}
+    path = write_gguf(tmp_path / "m.gguf", config, random_params(config), changes=changes)
+    monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 3)
+    with pytest.raises(
+        CheckpointError, match=r"'llama\.a\.numbers' is an array of 4 items; at most 3"
+    ):
+        read_gguf_header(path)
 
 
 def test_a_window_is_that_of_all_layers(tmp_path, config):

@@ -36,6 +36,10 @@ def test_absent_and_null_fields_take_the_defaults_of_llama_config(config):
     assert not read.mlp_bias
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+
+
 def scaling(**rope) -> RopeScaling:
     """Of a Llama with these ``rope_parameters`` and a context of 64."""
     fields = hf_config(CONFIG) | {"rope_parameters": rope}
@@ -144,6 +148,17 @@ def test_what_the_model_cannot_run_is_refused_by_name(config, changes, named):
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps=1e\+300: must fit float32: from 1.175e-38 to 3"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps=1e-60: must fit float32"),
+        ({"rms_norm_eps": 1e-40}, "rms_norm_eps=1e-40: must fit float32"),
+        ({"rope_parameters": {"rope_theta": 1e39}}, r"rope_theta=1e\+39: must fit float32"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta=0.5: must be at least 1"),
+        ({"rope_scaling": YARN | {"factor": 1e40}}, r"factor=1e\+40: must fit float32"),
+        ({"rope_scaling": YARN | {"attention_factor": 1e40}}, r"attention_factor=1e\+40"),
+        ({"rope_scaling": YARN | {"rope_theta": 1}}, r"rope_theta=1.0: must be above 1 .*'yarn'"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308}}, r"beta_fast=1e\+308: must fit float32"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor=4.0: must be below"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 9}}, "low_freq_factor=9.0: must be below"),
     ],
 )
 def test_odd_values_are_errors_that_name_the_field(config, changes, named):
@@ -172,3 +187,19 @@ def test_json_object_comes_back(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"a": [1, None]}))
     assert read_json_object(path) == {"a": [1, None]}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("model_type", "architectures", "hidden_size", "rms_norm_eps", "tie_word_embeddings"),
+        *("hidden_act", "rope_scaling", "quantization_config"),
+    ],
+)
+def test_a_deeply_nested_value_is_refused_in_a_line(config, field):
+    nested: object = 1
+    for _ in range(5000):  # more than repr can
+        nested = [nested]
+    with pytest.raises(CheckpointError, match=field) as caught:
+        config_from_hf(hf_config(config) | {field: nested})
+    assert len(str(caught.value)) < 500

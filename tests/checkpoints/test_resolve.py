@@ -7,8 +7,11 @@ import pytest
 from write_checkpoints import random_params, write_gguf, write_hf_folder
 
 from oxidize_jax.checkpoints import builtin
+from oxidize_jax.checkpoints.builtin import BUILTIN_MODELS
 from oxidize_jax.checkpoints.errors import CheckpointError
-from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
+from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model, saved_folder
+from oxidize_jax.options import Options
+from oxidize_jax.startup import with_saved_dtype
 
 
 @pytest.fixture
@@ -150,3 +153,20 @@ def test_hub_package_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"pip install 'oxidize_jax\[hub\]'"):
         resolve_model("org/name")
+
+
+def test_a_saved_model_named_like_a_built_in_one_is_found_by_its_path_alone(
+    tmp_path, gguf_file, monkeypatch
+):
+    name = next(iter(BUILTIN_MODELS))
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "oxidize_jax.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "oxidize_jax.checkpoints.resolve.fetch_builtin", lambda name, allow_download: gguf_file
+    )
+    for model in (name, f"./{name}", str(folder), folder, str(gguf_file), "no/such"):
+        kind = "gguf" if model == "no/such" else resolve_model(model).kind
+        assert (saved_folder(model) is not None) == (kind == "saved")
+    assert with_saved_dtype(Options(name)).dtype == "auto"

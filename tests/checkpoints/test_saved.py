@@ -17,7 +17,7 @@ from oxidize_jax.checkpoints import save as saving
 from oxidize_jax.checkpoints.errors import CheckpointError
 from oxidize_jax.checkpoints.load import describe_checkpoint, load_checkpoint
 from oxidize_jax.checkpoints.resolve import ResolvedModel, resolve_model
-from oxidize_jax.checkpoints.save import save_model
+from oxidize_jax.checkpoints.save import check_folder, save_model
 from oxidize_jax.checkpoints.saved import (
     MANIFEST,
     array_checksum,
@@ -246,6 +246,35 @@ def test_a_folder_that_is_taken_is_left_alone(tmp_path, source, whole):
     folder = save_model(tmp_path / "empty", loaded.config, loaded.params, source)
     assert load_checkpoint(folder).params
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full", "link"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in ("file/m", "file/deep/m", "m" * 245, f"new/{'m' * 245}"):
+        with pytest.raises(CheckpointError, match=r"folder=.*: cannot be made: "):
+            check_folder(tmp_path / path)
+    assert check_folder(tmp_path / "new" / "m") == tmp_path / "new" / "m"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path, source, monkeypatch):
+    loaded = load_checkpoint(source)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="only 1e-06 GB are free"):
+        save_model(tmp_path / "m", loaded.config, loaded.params, source)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_tensorstore_names_the_folder(tmp_path, source, monkeypatch):
+    def full(*args, **kwargs):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing:\nNo space left on device")
+
+    loaded = load_checkpoint(source)
+    monkeypatch.setattr(saving.import_orbax().Checkpointer, "save", full)
+    with pytest.raises(CheckpointError, match=r"params: cannot be written: .*: No space left"):
+        save_model(tmp_path / "m", loaded.config, loaded.params, source)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_checksum_sees_blocks_that_changed_places():

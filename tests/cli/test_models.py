@@ -109,6 +109,27 @@ def test_model_that_cannot_be_run_is_described_with_the_reason(run, tmp_path):
     assert "shape" not in rows
 
 
+def test_what_a_file_calls_its_architecture_is_printed_short_and_without_codes(run, tmp_path):
+    folder = write_tiny_model(tmp_path / "m")
+    fields = json.loads((folder / "config.json").read_text())
+    for name, shown in (("\x1b[31mred", r"'\x1b[31mred'"), ("x" * 5000, f"'{'x' * 39}...")):
+        (folder / "config.json").write_text(json.dumps(fields | {"model_type": name}))
+        status, out, err = run("models", folder)
+        assert (status, err) == (0, "")
+        assert table(out)["architecture"] == shown
+        assert "\x1b" not in out
+
+
+def test_a_model_without_a_tokenizer_is_described_so(run, tiny, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    rows = table(run("models", tmp_path)[1])
+    assert rows["supported"] == "yes"
+    assert rows["tokenizer"].startswith("no: ")
+    assert "tokenizer.json: not found" in rows["tokenizer"]
+    assert table(run("models", tiny)[1])["tokenizer"] == "yes"
+
+
 def test_nothing_is_fetched_to_describe(refused, cache, monkeypatch):
     def never(*_, **options):
         assert options["local_files_only"]

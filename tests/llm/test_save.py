@@ -78,3 +78,15 @@ def test_the_tokenizer_that_was_chosen_is_saved(make_llm, tiny_path, tmp_path):
     folder = make_llm(tokenizer=str(other)).save(tmp_path / "m")
     assert (folder / "tokenizer" / "chat_template.jinja").is_file()
     assert not (folder / "tokenizer" / "config.json").exists()
+
+
+def test_a_model_of_a_relative_path_is_saved_from_another_folder(
+    make_llm, tiny_path, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tiny_path.parent)
+    llm = make_llm(model=tiny_path.name)
+    monkeypatch.chdir(tmp_path)
+    assert (llm.save("m") / "tokenizer" / "tokenizer.json").is_file()
+    monkeypatch.setattr(llm, "_tokenizer_path", tmp_path)
+    with pytest.raises(ValueError, match="the files that the tokenizer came from are gone"):
+        llm.save("n")

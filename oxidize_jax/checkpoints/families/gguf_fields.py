@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
-from oxidize_jax.checkpoints.families.hf_fields import layer_windows
+from oxidize_jax.checkpoints.families.hf_fields import (
+    FLOAT32_LIMITS,
+    fits_float32,
+    layer_windows,
+)
 from oxidize_jax.checkpoints.gguf_header import GGUFHeader
+from oxidize_jax.messages import short_repr
 from oxidize_jax.model.config import ModelConfig, RopeScaling
 
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
+FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 """Tensors that are no parameters: what each rotary frequency is divided by."""
 
 # Keys that change what any model computes, and the values with which they do not.
@@ -49,6 +55,9 @@ class GGUFFields:
         self, header: GGUFHeader, read: Callable[[str], np.ndarray | None], architecture: str
     ) -> None:
         self.names = {info.name for info in header.tensors}
+        self._sizes = {
+            info.name: math.prod(info.shape) for info in header.tensors if info.name in FACTORS
+        }
         self._path = header.path
         self._metadata: Mapping[str, Any] = header.metadata
         self._read = read
@@ -128,18 +137,20 @@ class GGUFFields:
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise CheckpointError(
-                f"{self._path}: {self._prefix}.{key}={value!r}: must be a positive integer, the "
-                "same in all layers."
+                f"{self._path}: {self._prefix}.{key}={short_repr(value)}: must be a positive "
+                "integer, the same in all layers."
             )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._get(key, default)
-        if not isinstance(value, float) or not 0 < value < float("inf"):
-            raise CheckpointError(
-                f"{self._path}: {self._prefix}.{key}={value!r}: must be positive."
-            )
+        shown = f"{self._path}: {self._prefix}.{key}={short_repr(value)}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise CheckpointError(f"{shown}: must be a positive number.")
+        if not fits_float32(value):
+            raise CheckpointError(f"{shown}: {FLOAT32_LIMITS}")
         # Stored in f32: take the decimal that was meant, 1e-05 and not 9.99999974e-06.
         return float(str(np.float32(value)))
 
@@ -192,7 +203,7 @@ class GGUFFields:
             if kind != "none":
                 raise UnsupportedModelError(
                     f"{self._path}: tensor {ROPE_FACTORS!r} together with {self._prefix}."
-                    f"rope.scaling.type={kind!r} is not supported."
+                    f"rope.scaling.type={short_repr(kind)} is not supported."
                 )
             return RopeScaling("factors", factors=factors)
         if kind not in ("none", "linear", "yarn"):
@@ -238,6 +249,12 @@ class GGUFFields:
         )
 
     def _factors(self, name: str) -> tuple[float, ...] | None:
+        size, head_dim = self._sizes.get(name, 0), self.head_dim()
+        if 2 * size > head_dim:  # before it is read and becomes a tuple
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} has {size} numbers, but there are {head_dim // 2} "
+                f"pairs in a head of {head_dim}."
+            )
         values = self._read(name)
         if values is None:
             return None
@@ -248,7 +265,7 @@ class GGUFFields:
     def unsupported(self, key: str, value: Any, values: tuple[Any, ...]) -> UnsupportedModelError:
         """The error for a value that is none of those that are run."""
         return UnsupportedModelError(
-            f"{self._path}: {self._prefix}.{key}={value!r} is not supported, "
+            f"{self._path}: {self._prefix}.{key}={short_repr(value)} is not supported, "
             f"only {', '.join(map(repr, values))} is."
         )
 

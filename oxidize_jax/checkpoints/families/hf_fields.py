@@ -7,11 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from oxidize_jax.checkpoints.errors import CheckpointError, UnsupportedModelError
+from oxidize_jax.messages import short_repr
 from oxidize_jax.model.config import ModelConfig, RopeScaling
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"quantization_config": (None,)}
 """Fields of any family that change what is computed, and the values that are run."""
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+FLOAT32_LIMITS = f"must fit float32: from {_SMALLEST:.4g} to {_LARGEST:.4g}."
+"""What an error says of a number that does not."""
 
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _ROPE_TYPES = ("default", "linear", "dynamic", *_WITH_ORIGINAL)
@@ -103,7 +110,9 @@ class HFFields:
         if value is None:
             raise CheckpointError(f"{self._source}: field {key!r} is missing.")
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise CheckpointError(f"{self._source}: {key}={value!r}: must be a positive integer.")
+            raise CheckpointError(
+                f"{self._source}: {key}={short_repr(value)}: must be a positive integer."
+            )
         return value
 
     def optional_count(self, key: str) -> int | None:
@@ -128,7 +137,9 @@ class HFFields:
         """True or false; absent, the family's default or false."""
         value = self._get(key, False)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self._source}: {key}={value!r}: must be true or false.")
+            raise CheckpointError(
+                f"{self._source}: {key}={short_repr(value)}: must be true or false."
+            )
         return value
 
     def layer_flags(self, key: str, default: Callable[[int], bool]) -> list[bool]:
@@ -137,10 +148,12 @@ class HFFields:
         value = self._get(key, None)
         if value is None:
             return [default(layer) for layer in range(layers)]
-        if not isinstance(value, list) or len(value) < layers or not set(value[:layers]) <= {0, 1}:
+        # "in" and not a set: there may be lists in it.
+        is_list = isinstance(value, list) and len(value) >= layers
+        if not is_list or any(flag not in (0, 1) for flag in value[:layers]):
             raise CheckpointError(
-                f"{self._source}: {key}={value!r}: must be a list with 0 or 1 for each of the "
-                f"{layers} layers."
+                f"{self._source}: {key}={short_repr(value)}: must be a list with 0 or 1 for "
+                f"each of the {layers} layers."
             )
         return [bool(item) for item in value[:layers]]
 
@@ -153,8 +166,8 @@ class HFFields:
         known = ("sliding_attention", "full_attention")
         if not isinstance(types, list) or len(types) != layers:
             raise CheckpointError(
-                f"{self._source}: layer_types={types!r}: must be a list of one for each of the "
-                f"{layers} layers."
+                f"{self._source}: layer_types={short_repr(types)}: must be a list of one for "
+                f"each of the {layers} layers."
             )
         for kind in types:
             if kind not in known:
@@ -193,13 +206,15 @@ class HFFields:
     def _rope_fields(self, key: str, section: str | None) -> dict[str, Any]:
         rope = self._get(key, {})
         if not isinstance(rope, dict):
-            raise CheckpointError(f"{self._source}: {key}={rope!r}: must be an object or null.")
+            raise CheckpointError(
+                f"{self._source}: {key}={short_repr(rope)}: must be an object or null."
+            )
         if section in rope:
             key, rope = f"{key}.{section}", rope[section]
         for name in rope:
             if name not in _ROPE_KEYS:
                 raise UnsupportedModelError(
-                    f"{self._source}: {key}.{name}={rope[name]!r} is not supported."
+                    f"{self._source}: {key}.{name}={short_repr(rope[name])} is not supported."
                 )
         rope = {name: value for name, value in rope.items() if value is not None}
         # The older name of it, which some files have beside the newer one.
@@ -259,21 +274,27 @@ class HFFields:
     def _numbers(self, key: str) -> tuple[float, ...]:
         value = self._get(key, None)
         if not isinstance(value, list):
-            raise CheckpointError(f"{self._source}: {key}={value!r}: must be a list of numbers.")
+            raise CheckpointError(
+                f"{self._source}: {key}={short_repr(value)}: must be a list of numbers."
+            )
         return tuple(self._positive(key, item) for item in value)
 
     def unsupported(self, key: str, value: Any, values: tuple[Any, ...]) -> UnsupportedModelError:
         """The error for a value that is none of those that are run."""
-        shown = value if isinstance(value, str | float | bool) else "..."
+        shown = short_repr(value if isinstance(value, str | float | bool) else "...")
         return UnsupportedModelError(
-            f"{self._source}: {key}={shown!r} is not supported, only "
+            f"{self._source}: {key}={shown} is not supported, only "
             f"{', '.join(map(repr, values))} is."
         )
 
     def _positive(self, key: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._source}: {key}={value!r}: must be a positive number.")
+            raise CheckpointError(
+                f"{self._source}: {key}={short_repr(value)}: must be a positive number."
+            )
+        if not fits_float32(value):
+            raise CheckpointError(f"{self._source}: {key}={short_repr(value)}: {FLOAT32_LIMITS}")
         return float(value)
 
     def _get(self, key: str, default: Any) -> Any:
@@ -281,6 +302,14 @@ class HFFields:
         if value is None:
             value = self._defaults.get(key)
         return default if value is None else value
+
+
+def fits_float32(value: float) -> bool:
+    """Whether a positive number is neither 0 nor infinity in float32, in which it is used.
+
+    Those below the smallest normal one count as 0: XLA flushes them.
+    """
+    return _SMALLEST <= value <= _LARGEST
 
 
 def layer_windows(window: int | None, sliding: list[bool], max_positions: int) -> tuple[int, ...]:
