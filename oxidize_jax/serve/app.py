@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
+import math
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -39,6 +42,8 @@ from oxidize_jax.serve.service import Service
 from oxidize_jax.serve.settings import ServeSettings
 
 _log = logging.getLogger(__name__)
+_LAST_STEP_S = 5
+"""How long a step may take in which requests that are cut off end."""
 _Handle = Callable[[Service, Request], Awaitable[Response]]
 _POST, _GET = "POST", "GET"
 _ENDPOINTS = [
@@ -151,9 +156,26 @@ def make_server(app: FastAPI) -> uvicorn.Server:
         log_config=None,  # its handlers would write in another format than the process's
         server_header=False,
         limit_concurrency=settings.max_connections,
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s) + _LAST_STEP_S,
     )
-    return uvicorn.Server(config)
+    return _Server(config, app.state.service)
+
+
+class _Server(uvicorn.Server):
+    """Tells those who still wait when the time to end is over; uvicorn would just cancel them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which waits for all that runs."""
+        loop, settings = asyncio.get_running_loop(), self._service.settings
+        timer = loop.call_later(settings.drain_timeout_s, self._service.thread.cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 def _description(endpoints: list[Endpoint]) -> Endpoint:

@@ -63,10 +63,14 @@ class EngineThread:
 
     def stop(self, timeout_s: float = 60.0) -> bool:
         """Abort what is left and end the thread. False if a step does not come to its end."""
-        self._stopping = True
-        self._commands.put(None)
+        self.cut()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def cut(self) -> None:
+        """Take nothing new, and end what is left with status 503 after the step that runs."""
+        self._stopping = True
+        self._commands.put(None)
 
     @property
     def num_reserved(self) -> int:

@@ -237,7 +237,7 @@ def test_a_client_that_never_reads_changes_no_text(llm):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with sock, served.http() as http:
             sock.connect(served.address)
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             eventually(lambda: served.service.thread.num_reserved == 16)
             with bystanders(llm, served):

@@ -139,7 +139,7 @@ def test_sv05_disconnect_before_the_first_chunk(llm, served, gate, stream):
     thread = served.service.thread
     sock = socket.create_connection(served.address)
     body = json.dumps({"prompt": "a", "stream": stream, **LONG}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     eventually(lambda: thread._live)
     sock.close()
@@ -201,7 +201,7 @@ def test_a_client_that_never_reads_holds_nobody_up(llm):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with sock:
             sock.connect(served.address)
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             eventually(lambda: thread.num_reserved == 16)
             with served.http() as http:
@@ -270,14 +270,11 @@ def test_shutting_down_lets_streams_end(llm):
 
 
 def test_shutting_down_ends_what_does_not_end(llm, gate):
-    errors = []
+    answers = []
 
     def ask(served):
-        try:
-            with served.http() as http:
-                errors.append(http.post(PATH, json={"prompt": "a", **LONG}).status_code)
-        except httpx.HTTPError as error:
-            errors.append(error)
+        with served.http() as http:
+            answers.append(http.post(PATH, json={"prompt": "a", **LONG}))
 
     with serving(llm, drain_timeout_s=1) as served:
         gate.clear()
@@ -286,5 +283,7 @@ def test_shutting_down_ends_what_does_not_end(llm, gate):
         eventually(lambda: served.service.thread._live)
         threading.Timer(2.5, gate.set).start()
     thread.join(60)
-    assert errors
+    (answer,) = answers
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["error"]["message"]
     check_clean(llm)

@@ -208,7 +208,7 @@ def test_a_long_body_is_refused_while_it_is_read(llm):
         assert post(http, parts).status_code == 413
         # 50 MB are announced; the answer does not wait for them.
         with socket.create_connection(served.address, timeout=30) as sock:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 50000000\r\n\r\n{{".encode())
             assert sock.recv(100).startswith(b"HTTP/1.1 413")
         assert post(http, b'{"prompt": "a", "max_tokens": 1}').status_code == 200
@@ -219,7 +219,7 @@ def test_a_body_that_does_not_come(llm):
         serving(llm, body_timeout_s=0.2) as served,
         socket.create_connection(served.address, timeout=30) as sock,
     ):
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
         assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
