@@ -1,20 +1,9 @@
 """One tiny model and one engine configuration for all tests of the LLM interface."""
 
 import pytest
-from tiny_model import write_tiny_model
+from tiny_model import SIZES, write_tiny_model
 
 from oxidize_jax import LLM
-
-SIZES = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "max_logprobs": 3,
-    "progress": False,
-    "warm_up": False,  # tests of it are in test_warmup.py: it takes a second for each size
-}
 
 
 @pytest.fixture(scope="session")

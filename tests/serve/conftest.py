@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from serving import SIZES, check_clean, eventually, serving
-from tiny_model import write_tiny_model
+from serving import check_clean, eventually, serving
+from tiny_model import SIZES, write_tiny_model
 
 from oxidize_jax import LLM
 

@@ -15,7 +15,6 @@ import pytest
 from fake_model import quick_jit
 from serving import (
     PATH,
-    SIZES,
     body_of,
     bystanders,
     check_clean,
@@ -25,7 +24,7 @@ from serving import (
     solo_text,
     solo_texts,
 )
-from tiny_model import write_tiny_model
+from tiny_model import SIZES, write_tiny_model
 
 from oxidize_jax import LLM
 from oxidize_jax.engine import programs, step

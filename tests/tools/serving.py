@@ -19,16 +19,6 @@ from oxidize_jax.serve.service import Service
 from oxidize_jax.serve.settings import ServeSettings
 
 PATH = "/v1/completions"
-SIZES = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "max_logprobs": 3,
-    "progress": False,
-    "warm_up": False,
-}
 
 
 def eventually(condition, seconds=300.0):

@@ -16,6 +16,18 @@ TEMPLATE = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
+SIZES = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "max_logprobs": 3,
+    "progress": False,
+    "warm_up": False,  # tests of it are in test_warmup.py: it takes a second for each size
+}
+"""Of an LLM, for all tests of it and of its server: they compile once."""
+
 
 def write_tiny_model(folder: Path, *, seed: int = 0, max_position_embeddings: int = 128) -> Path:
     """Write it: 256 byte tokens and three special ones; ``<|im_end|>`` ends a generation."""
